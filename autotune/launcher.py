@@ -1,0 +1,293 @@
+"""Start, watch and end one probe's processes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from autotune.errors import LaunchError, ModelFileError
+from autotune.forkserver import Job, how_it_ended, tail
+from autotune.home import Deadlines, Home, Plan
+from autotune.types import (
+    Failure,
+    Measurement,
+    ModelFacts,
+    ModelRef,
+    ProbeSpec,
+    Status,
+    decode,
+    encode,
+    write_atomically,
+)
+
+TICK_S = 0.1
+"""How often a running probe is looked after."""
+LINGER_S = 2.0
+"""How long a process may take to end by itself once its result is written."""
+
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+
+RESULT = "result.json"
+LOST = "the process that it was forked from ended"
+OOM_KILLED = "host: killed by the kernel's OOM killer"
+LINGERED = "its process did not end by itself after the result was written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of one probe, a measurement or a failure, and how long all of it took."""
+
+    measurement: Measurement | None = None
+    failure: Failure | None = None
+    probe_s: float
+
+
+class Launcher:
+    """Runs probes, each in a process of its own, forked where forking works.
+
+    Args:
+        model: Which model file.
+        seed: What model and dataset are built with.
+        preload: Modules to import before anything is forked (`source.third_party_imports`).
+        say: Is told, in words for the user, what could not be done as planned.
+        deadlines: How long to wait for what happens before the first probe.
+    """
+
+    def __init__(
+        self,
+        model: ModelRef,
+        *,
+        seed: int,
+        preload: Sequence[str],
+        say: Callable[[str], None],
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._plan = Plan(
+            model=model,
+            seed=seed,
+            preload=tuple(preload),
+            folder=Path(tempfile.mkdtemp(prefix="autotune-")),
+            deadlines=deadlines or Deadlines(),
+        )
+        self._say = say
+        self._homes: dict[frozenset[tuple[str, str]], Home] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def fallback(self) -> str:
+        """Why probes build for themselves; "" if they inherit the template's model and dataset."""
+        return self._first.fallback
+
+    @property
+    def skipped_preloads(self) -> tuple[str, ...]:
+        """The modules that must not be imported before forking."""
+        return self._first.skipped
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the model file told, and how its probes start."""
+        facts = self._first.load()
+        return replace(facts, fallback=self.fallback, skipped_preloads=self.skipped_preloads)
+
+    def load(self, environment: Mapping[str, str] = NO_VARIABLES) -> ModelFacts:
+        """Start the processes that probes come from, and import the model file in one of them.
+
+        Args:
+            environment: Variables that libraries read when they are loaded.
+
+        Raises:
+            ModelFileError: If the file cannot be used.
+            LaunchError: If no process can be started.
+        """
+        return self._home(environment).load()
+
+    def settle(self) -> dict[str, Any]:
+        """Wait for model and dataset, and find out how probes can start; return device facts.
+
+        Raises:
+            ModelFileError: If a builder raises or takes too long.
+            LaunchError: If no process can compute here.
+        """
+        return self._first.settle()
+
+    def run(
+        self,
+        spec: ProbeSpec,
+        environment: Mapping[str, str] = NO_VARIABLES,
+        should_stop: Callable[[], None] = lambda: None,
+    ) -> Outcome:
+        """Run one probe, start to end.
+
+        Args:
+            spec: What the probe is told; its folder is created.
+            environment: Variables that libraries read when they are loaded.
+            should_stop: Called several times a second; what it raises ends the probe.
+        """
+        home = self._home(environment)
+        try:
+            home.settle()
+        except (ModelFileError, LaunchError) as error:
+            return Outcome(failure=Failure(status=Status.ERROR, message=str(error)), probe_s=0.0)
+        spec = replace(
+            spec,
+            requested_s=time.monotonic(),
+            default_threads=spec.default_threads or home.threads(spec),
+        )
+        kills = oom_kills()
+        end = self._launch(home, spec, should_stop)
+        probe_s = time.monotonic() - spec.requested_s
+        result = _result(spec, end, out_of_memory=oom_kills() > kills)
+        if isinstance(result, Failure):
+            return Outcome(failure=result, probe_s=probe_s)
+        return Outcome(measurement=result, probe_s=probe_s)
+
+    def close(self) -> None:
+        """End every process; nothing of the launcher stays."""
+        for home in self._homes.values():
+            home.close()
+        shutil.rmtree(self._plan.folder, ignore_errors=True)
+
+    @property
+    def _first(self) -> Home:
+        return next(iter(self._homes.values()), None) or self._home(NO_VARIABLES)
+
+    def _home(self, environment: Mapping[str, str]) -> Home:
+        """The home for these variables; all but the first work silently."""
+        key = frozenset(environment.items())
+        if key not in self._homes:
+            say = _say_nothing if self._homes else self._say
+            self._homes[key] = Home(self._plan, environment, say)
+        return self._homes[key]
+
+    def _launch(self, home: Home, spec: ProbeSpec, should_stop: Callable[[], None]) -> End:
+        folder = Path(spec.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "spec.json", encode(spec))
+        job = home.start(spec)
+        try:
+            return _watch(job, spec, should_stop)
+        except BaseException:
+            job.end()
+            raise
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a probe's process ended: by itself, or why it had to be ended."""
+
+    code: int | None = None
+    lingered: bool = False
+    """It had written its result."""
+    late: bool = False
+    trouble: str = ""
+
+
+def _watch(job: Job, spec: ProbeSpec, should_stop: Callable[[], None]) -> End:
+    """Wait for the end of a probe, and bring it about where it does not come by itself."""
+    result = Path(spec.folder, RESULT)
+    deadline_s = spec.requested_s + spec.timeout_s
+    written = False
+    while True:
+        try:
+            code = job.wait(TICK_S)
+        except (EOFError, LaunchError) as error:
+            job.end()
+            return End(trouble=LOST if isinstance(error, EOFError) else str(error))
+        if code is not None:
+            return End(code=code)
+        should_stop()
+        if not written and result.exists():
+            written, deadline_s = True, time.monotonic() + LINGER_S
+        if time.monotonic() > deadline_s:
+            job.end()
+            return End(lingered=written, late=not written)
+
+
+def _result(spec: ProbeSpec, end: End, *, out_of_memory: bool) -> Measurement | Failure:
+    """What the probe wrote, if it wrote anything; else what its end tells."""
+    folder = Path(spec.folder)
+    written = _written(folder / RESULT)
+    if isinstance(written, Measurement):
+        return replace(written, notes=(*written.notes, LINGERED)) if end.lingered else written
+    failure = written or _failure(spec, end)
+    # A worker that the kernel kills makes the user's code raise: the reason is memory all the same.
+    if out_of_memory and failure.status in (Status.ERROR, Status.CRASH):
+        message = f"{OOM_KILLED} ({failure.message})"
+        failure = replace(failure, status=Status.OUT_OF_MEMORY, message=message)
+    return replace(failure, log_tail=failure.log_tail or tail(folder / "log.txt"))
+
+
+def _written(path: Path) -> Measurement | Failure | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    try:
+        raw = decode(dict[str, Any], text)
+    except (ValueError, TypeError) as error:
+        return Failure(status=Status.ERROR, message=f"its result cannot be read: {error}")
+    result: Measurement | Failure | None = raw.get("measurement") or raw.get("failure")
+    return result
+
+
+def _failure(spec: ProbeSpec, end: End) -> Failure:
+    """What is known of a probe that left no result."""
+    phase = _phase(Path(spec.folder))
+    if end.late:
+        last = f"; last phase: {phase}" if phase else ""
+        message = f"no result after {spec.timeout_s:g} s{last}"
+        return Failure(status=Status.TIMEOUT, message=message, phase=phase)
+    message = end.trouble or how_it_ended(end.code)
+    if end.code == 0:
+        message += " without a result"
+    return Failure(status=Status.CRASH, message=message, phase=phase)
+
+
+def _phase(folder: Path) -> str:
+    try:
+        return (folder / "phase").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def oom_kills() -> int:
+    """How many processes the kernel's OOM killer has ended in this process's memory cgroup."""
+    for path in _oom_counters():
+        with suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
+
+
+def _oom_counters() -> Iterator[Path]:
+    """Where the kernel may count: cgroup version 2, version 1, and for the whole machine."""
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                yield root / group[1:] / "memory.events"
+            elif "memory" in controllers.split(","):
+                yield root / "memory" / group[1:] / "memory.oom_control"
+    # A container often sees its own group as the root.
+    yield root / "memory.events"
+    yield root / "memory" / "memory.oom_control"
+    yield Path("/proc/vmstat")

@@ -1,0 +1,1 @@
+"""The child side: the only folder that imports torch."""

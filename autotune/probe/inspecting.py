@@ -1,0 +1,228 @@
+"""The inspecting probe: what the model and its data are like, and which knobs apply."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from autotune.probe.batches import leading, mapped, moved, size_bytes
+from autotune.probe.setup import Setup
+from autotune.probe.sinks import Train
+from autotune.probe.sources import LoaderSource, NoBatchesError, stock_batch
+from autotune.probe.workload import LOADER_ARGUMENTS, Workload, accepted
+from autotune.types import ProbeSpec, WorkloadFacts
+
+STOCK_S = 5.0
+STOCK_BYTES = 256 * 1024**2
+STOCK_LEAST = 512
+STOCK_FILE = "samples.pkl"
+PROBED_SAMPLES = 4
+SPLIT_TOLERANCE = 1e-4
+
+
+def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
+    """Look at everything once, on the baseline's settings.
+
+    Raises whatever the user's code raises: a job that cannot make one step cannot be tuned.
+    """
+    refused: dict[str, str] = {}
+    notes: list[str] = []
+    device = torch.device(spec.device)
+    delivered, batch_bytes = _first_batch(workload, setup, spec, refused)
+    if workload.iterable:
+        refused.update(_sharding(workload, setup))
+    # Last of what reads data: a dataset may open its files at the first sample, and workers
+    # forked after that would share them.
+    samples, sample_s = _stock(workload, setup, spec)
+    train = Train(workload, setup, device)
+    exact = _splits_exactly(workload, setup, samples, train)
+    _one_step(workload, setup, samples, train)
+    model = train.model
+    dtype = _common_dtype(model)
+    if dtype in ("bfloat16", "float16"):
+        refused["train.precision"] = f"built in {'bf16' if dtype == 'bfloat16' else 'fp16'}"
+    notes += _notes(model, workload)
+    return WorkloadFacts(
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        dataset_len=_length(workload),
+        sample_bytes=batch_bytes / max(delivered, 1),
+        sample_s=sample_s,
+        delivered_batch=delivered,
+        stock=len(samples),
+        dtype=dtype,
+        batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
+        exact_split=exact,
+        default_threads=torch.get_num_threads(),
+        not_applicable=refused,
+        notes=tuple(notes),
+    )
+
+
+def as_plain(facts: WorkloadFacts) -> dict[str, Any]:
+    """The facts as the result file carries them."""
+    return asdict(facts)
+
+
+def _first_batch(
+    workload: Workload, setup: Setup, spec: ProbeSpec, refused: dict[str, str]
+) -> tuple[float, int]:
+    """Samples and bytes of a delivered batch; refuses the knobs that the loader ignores."""
+    source = LoaderSource(workload, setup, spec)
+    source.start()
+    batch = source.draw()
+    delivered = source.consumed
+    build_loader = workload.defined["build_loader"]
+    if build_loader is not None:
+        names = accepted(build_loader)
+        for name in LOADER_ARGUMENTS:
+            if name not in names and name not in ("shuffle", "drop_last"):
+                refused[_knob_of(name)] = f"build_loader takes no {name}"
+        if source.loader.num_workers != setup.workers:
+            refused["loader.num_workers"] = (
+                f"build_loader uses {source.loader.num_workers} workers whatever it is asked for"
+            )
+        size = _delivered_size(batch, delivered, workload)
+        if size != setup.batch_size and _length(workload) not in (None, delivered):
+            refused["train.batch_size"] = (
+                f"the loader delivers {size} samples whatever the batch size; "
+                "take batch_size in build_loader"
+            )
+    return float(delivered), size_bytes(batch)
+
+
+def _delivered_size(batch: Any, delivered: int, workload: Workload) -> int:
+    return leading(batch) if workload.defined["count_samples"] is not None else delivered
+
+
+def _knob_of(argument: str) -> str:
+    return "train.batch_size" if argument == "batch_size" else f"loader.{argument}"
+
+
+def _sharding(workload: Workload, setup: Setup) -> dict[str, str]:
+    """Whether two workers of an iterable dataset read the same samples."""
+    arguments = {**setup.loader, "num_workers": 2, "prefetch_factor": 2, "batch_size": 1}
+    arguments.pop("persistent_workers", None)
+    loader = workload.loader(arguments, torch.Generator().manual_seed(0))
+    loader.collate_fn = _digest
+    first: dict[int, list[str]] = {0: [], 1: []}
+    for turn, digest in enumerate(itertools.islice(loader, 2 * PROBED_SAMPLES)):
+        first[turn % 2].append(str(digest))
+    if first[0] and first[0] == first[1]:
+        reason = "the dataset does not shard by get_worker_info(): every worker repeats it"
+        return {"loader.num_workers>1": reason}
+    return {}
+
+
+def _digest(samples: Any) -> str:
+    return hashlib.sha256(pickle.dumps(_values(samples))).hexdigest()
+
+
+def _values(samples: Any) -> Any:
+    return mapped(samples, lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any], float]:
+    """Store the dataset's first samples, in order, for parity and for the cached source."""
+    wanted = max(3 * spec.global_batch, STOCK_LEAST)
+    samples: list[Any] = []
+    pickled: list[bytes] = []
+    size, started = 0, time.perf_counter()
+    for sample in itertools.islice(_in_order(workload, setup), wanted):
+        try:
+            pickled.append(pickle.dumps(sample))
+        except Exception:  # noqa: BLE001 - whatever the user's class raises: no stock then
+            return [], 0.0
+        samples.append(sample)
+        size += len(pickled[-1])
+        if size > STOCK_BYTES or time.perf_counter() - started > STOCK_S:
+            break
+    spent = time.perf_counter() - started
+    part = Path(spec.folder, f"{STOCK_FILE}.part")
+    with part.open("wb") as file:
+        pickle.dump(pickled, file)
+    os.replace(part, Path(spec.folder, STOCK_FILE))
+    return samples, spent / max(len(samples), 1)
+
+
+def _in_order(workload: Workload, setup: Setup) -> Iterator[Any]:
+    """Samples as the user's own sampler names them, unshuffled."""
+    if workload.iterable:
+        iterable: Any = workload.dataset
+        yield from iterable
+        return
+    plain = {**setup.loader, "num_workers": 0, "pin_memory": False, "shuffle": False}
+    loader: DataLoader[Any] = workload.loader(plain, torch.Generator().manual_seed(0))
+    dataset: Any = workload.dataset
+    for index in loader.sampler:
+        yield dataset[index]
+
+
+def _splits_exactly(workload: Workload, setup: Setup, samples: list[Any], train: Train) -> bool:
+    """Whether loss(whole) is the mean of loss(halves): else micro-batch changes numerics."""
+    half = min(setup.batch_size, len(samples)) // 2
+    if half < 1:
+        return True
+    model = train.model.eval()
+    try:
+        with torch.no_grad():
+            losses = [
+                float(workload.loss(model, _stocked(workload, setup, samples, first, size, train)))
+                for first, size in ((0, 2 * half), (0, half), (half, half))
+            ]
+    except Exception:  # noqa: BLE001 - some losses need training mode: then nothing is known
+        return True
+    finally:
+        model.train()
+    whole, parts = losses[0], (losses[1] + losses[2]) / 2
+    return abs(whole - parts) <= SPLIT_TOLERANCE * max(abs(whole), 1e-6)
+
+
+def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train) -> None:
+    """One whole optimizer step: what fails here fails everywhere."""
+    turn = itertools.count()
+    size = setup.batch_size
+    train.step(lambda: _stocked(workload, setup, samples, next(turn) * size, size, train))
+
+
+def _stocked(
+    workload: Workload, setup: Setup, samples: list[Any], first: int, size: int, train: Train
+) -> Any:
+    plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
+    loader = workload.loader(plain, torch.Generator().manual_seed(0))
+    if not samples:
+        for batch in loader:
+            return moved(batch, train.device, non_blocking=False)
+        raise NoBatchesError("0 batches")
+    _, batch = stock_batch(workload, loader, samples, first, size)
+    return moved(batch, train.device, non_blocking=False)
+
+
+def _length(workload: Workload) -> int | None:
+    try:
+        return len(workload.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _common_dtype(model: nn.Module) -> str:
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
+
+
+def _notes(model: nn.Module, workload: Workload) -> list[str]:
+    notes = []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        notes.append("BatchNorm: its statistics change with the micro-batch")
+    return notes

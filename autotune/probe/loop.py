@@ -1,0 +1,199 @@
+"""Warm-up and timed blocks: one loop for every source and every sink."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotune.probe.batches import moved
+from autotune.probe.clocks import Clock
+from autotune.probe.sinks import Sink
+from autotune.probe.sources import CachedSource, LoaderSource
+from autotune.steady import LEAST_COUNTED, rate_of, spread
+from autotune.types import Block, ProbeSpec
+
+WARM_STEPS = 2
+WARM_DEVICE_S = 1.0
+MOST_SKIPPED = 20
+"""Steps after which fp16 warm-up gives up waiting for one that is not skipped."""
+LEAST_BEATEN = 4
+"""Blocks before a probe may be judged unable to win."""
+STARVED = 0.02
+"""Share of waiting above which blocks are made of whole rounds of the workers."""
+
+Source = LoaderSource | CachedSource
+
+
+@dataclass
+class Window:
+    """What the timed blocks gave."""
+
+    blocks: list[Block] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    batches: int = 0
+    stopped: str = "limit"
+    start_ns: int = 0
+    end_ns: int = 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether every block ended with a finite loss; synchronises."""
+        return not self.losses or bool(torch.isfinite(torch.stack(self.losses)).all())
+
+
+class Loop:
+    """Draws from the source, feeds the sink, and times whole blocks of steps."""
+
+    def __init__(self, source: Source, sink: Sink, clock: Clock, spec: ProbeSpec) -> None:
+        self.source = source
+        self.sink = sink
+        self.clock = clock
+        self.spec = spec
+        self._device = torch.device(spec.device)
+        self._move = spec.sink.value == "train"
+
+    def draw(self) -> Any:
+        """The next batch, on the device."""
+        self.clock.before_draw()
+        batch = self.source.draw()
+        if self._move:
+            batch = moved(batch, self._device, non_blocking=self.source.non_blocking)
+            self.clock.after_copy()
+        return batch
+
+    def warm_up(self) -> float:
+        """Run until the pipeline is primed; seconds per step."""
+        started = time.perf_counter()
+        rounds = max(WARM_STEPS, math.ceil(self.source.workers / self.sink.accumulation))
+        enough_s = WARM_DEVICE_S if self._device.type != "cpu" else 0.0
+        most_s = max(enough_s, self.spec.max_window_s / 2)
+        steps = 0
+        while True:
+            self._step()
+            steps += 1
+            spent = time.perf_counter() - started
+            if steps >= WARM_STEPS and (spent >= most_s or (steps >= rounds and spent >= enough_s)):
+                break
+        self._await_unskipped()
+        self.clock.settle()
+        return (time.perf_counter() - started) / steps
+
+    def timed(self, step_s: float) -> Window:
+        """Blocks of whole steps until the interval is narrow, or it makes no sense to go on."""
+        window = Window(start_ns=time.time_ns())
+        started = time.perf_counter()
+        per_block = self._steps_per_block(step_s)
+        pending: deque[Callable[[], Block]] = deque()
+        while not self._is_over(window, time.perf_counter() - started):
+            pending.append(self._block(per_block, window))
+            while len(pending) > self.clock.lag:
+                window.blocks.append(pending.popleft()())
+        self.clock.settle()
+        window.blocks += [block() for block in pending]
+        window.end_ns = time.time_ns()
+        return window
+
+    def _block(self, steps: int, window: Window) -> Callable[[], Block]:
+        """Run some steps; the block is read later, when its edges have been passed."""
+        source = self.source
+        consumed, produced = source.consumed, source.produced
+        waited, restarts = source.waited_s, len(source.restarts_s)
+        start = self.clock.edge()
+        loss = None
+        for _ in range(steps):
+            loss = self._step()
+        end = self.clock.edge()
+        if loss is not None:
+            window.losses.append(loss)
+        window.batches += steps * self.sink.accumulation
+        gaps = self.clock.take_gaps()
+        # An epoch's border is charged to the epoch, not to the block it happens to fall in.
+        border = sum(source.restarts_s[restarts:])
+        waited = source.waited_s - waited
+        consumed = source.consumed - consumed
+        produced = source.produced - produced
+
+        def read() -> Block:
+            gap = self.clock.gap_s(gaps)
+            return Block(
+                seconds=max(self.clock.seconds(start, end) - border, 1e-9),
+                consumed=consumed,
+                produced=produced,
+                wait_s=max(0.0, waited if gap is None else gap - border),
+                steps=steps,
+            )
+
+        return read
+
+    def _step(self) -> Tensor | None:
+        loss = self.sink.step(self.draw)
+        self.clock.after_step()
+        return loss
+
+    def _await_unskipped(self) -> None:
+        """fp16 begins by skipping steps while its scale falls; skipped steps are cheaper."""
+        if not getattr(self.sink, "scaled", False):
+            return
+        for _ in range(MOST_SKIPPED):
+            before = self.sink.optimizer_steps
+            self._step()
+            if self.sink.optimizer_steps > before:
+                return
+
+    def _steps_per_block(self, step_s: float) -> int:
+        steps = max(1, math.ceil(self.spec.block_s / max(step_s, 1e-6)))
+        workers = self.source.workers
+        if workers and self.source.waited_s > STARVED * step_s * WARM_STEPS:
+            # Workers finish in rounds: one slow batch, then a batch from each of the others.
+            rounds = math.lcm(workers, self.sink.accumulation) // self.sink.accumulation
+            whole = math.ceil(steps / rounds) * rounds
+            if whole * step_s <= self.spec.max_window_s / (2 * LEAST_COUNTED):
+                return whole
+        return steps
+
+    def _is_over(self, window: Window, elapsed_s: float) -> bool:
+        blocks = window.blocks
+        if elapsed_s >= self.spec.max_window_s and len(blocks) >= 1:
+            window.stopped = "limit"
+            return True
+        if self._cannot_win(blocks):
+            window.stopped = "dominated"
+            return True
+        if len(blocks) < self.spec.min_blocks:
+            return False
+        rate = rate_of(blocks)
+        if rate is not None and rate.steady and rate.half_width <= self.spec.want:
+            window.stopped = "narrow"
+            return True
+        if rate is not None and rate.steady and _noise_has_converged(blocks):
+            window.stopped = "noise"
+            return True
+        return False
+
+    def _cannot_win(self, blocks: list[Block]) -> bool:
+        """Whether even the upper end, corrected for looking often, is below the incumbent."""
+        if self.spec.beat is None or len(blocks) < LEAST_BEATEN:
+            return False
+        counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
+        rates = [block.consumed / block.seconds for block in counted]
+        looks = max(1, self.spec.min_blocks)
+        upper = fmean(rates) + spread(rates, 1 - 0.05 / looks)
+        return upper < self.spec.beat
+
+
+def _noise_has_converged(blocks: list[Block]) -> bool:
+    """More blocks would tell the same spread again: the machine is noisy."""
+    if len(blocks) < 8 * LEAST_COUNTED:
+        return False
+    now, before = rate_of(blocks), rate_of(blocks[: -2 * LEAST_COUNTED])
+    if now is None or before is None:
+        return False
+    return abs(now.half_width / before.half_width - 1) < 0.05

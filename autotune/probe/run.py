@@ -1,0 +1,247 @@
+"""One probe, start to end: spec.json in, result.json out. Never raises."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autotune.probe import host
+from autotune.probe.batches import moved
+from autotune.probe.clocks import clock_for
+from autotune.probe.failures import failure_of
+from autotune.probe.inspecting import as_plain, inspect
+from autotune.probe.loop import Loop, Window
+from autotune.probe.setup import Setup, apply_to_process, setup_of
+from autotune.probe.sinks import Discard, Train
+from autotune.probe.sources import (
+    SOURCES,
+    CachedSource,
+    LoaderSource,
+    read_stock,
+    stock_batch,
+)
+from autotune.probe.workload import Workload, load, seed_everything
+from autotune.types import (
+    SCHEMA,
+    Failure,
+    Measurement,
+    ProbeSpec,
+    Sink,
+    Stage,
+    Status,
+    decode,
+    write_atomically,
+)
+
+PARITY_STEPS = 3
+
+
+def run_probe(spec_path: Path, workload: Workload | None) -> None:
+    """Measure what the spec asks for and leave the result beside it."""
+    probe = Probe(decode(ProbeSpec, spec_path.read_text(encoding="utf-8")), workload)
+    try:
+        outcome: Measurement | Failure = probe.run()
+    except BaseException as error:  # noqa: BLE001 - SystemExit in user code is a row, too
+        traceback.print_exc()
+        outcome = failure_of(error, probe.phase, probe.spec.model)
+    kind = "failure" if isinstance(outcome, Failure) else "measurement"
+    text = json.dumps({"schema": SCHEMA, kind: asdict(outcome)}, default=str)
+    write_atomically(spec_path.with_name("result.json"), text)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class Probe:
+    """The steps of one probe, in order, each one named for the row of a failure."""
+
+    def __init__(self, spec: ProbeSpec, workload: Workload | None) -> None:
+        self.spec = spec
+        self.device = torch.device(spec.device)
+        self.phase = "start"
+        self._inherited = workload
+
+    def run(self) -> Measurement | Failure:
+        """Build, prime, measure."""
+        spec = self.spec
+        setup = setup_of(spec.config, spec.delivered_batch)
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index or 0)
+        self._enter("build")
+        workload = self._inherited or load(spec.model)
+        build_s = workload.complete(spec.seed, self.device)
+        if spec.default_threads is not None:
+            torch.set_num_threads(spec.default_threads)
+        apply_to_process(setup)
+        seed_everything(spec.seed)
+        if spec.stage is Stage.INSPECT:
+            return self._inspected(workload, setup, build_s)
+        return self._measured(workload, setup, build_s)
+
+    def _inspected(self, workload: Workload, setup: Setup, build_s: float) -> Measurement:
+        self._enter("inspect")
+        facts = inspect(workload, setup, self.spec)
+        return Measurement(
+            blocks=(),
+            stopped="limit",
+            build_s=workload.build_s or build_s,
+            startup_s=time.monotonic() - self.spec.requested_s - build_s,
+            facts=as_plain(facts),
+            threads=torch.get_num_threads(),
+        )
+
+    def _measured(self, workload: Workload, setup: Setup, build_s: float) -> Measurement | Failure:
+        spec = self.spec
+        shm = host.shm_used_bytes()
+        sink = Train(workload, setup, self.device) if spec.sink is Sink.TRAIN else Discard()
+        self._enter("loader")
+        source = SOURCES[spec.source](workload, setup, spec)
+        first_batch_s = source.start()
+        startup_s = time.monotonic() - spec.requested_s - build_s
+        first_step_s, parity = None, None
+        if isinstance(sink, Train):
+            first_step_s, parity = self._first_steps(workload, setup, sink)
+        self._enter("warm-up")
+        loop = Loop(source, sink, clock_for(self.device), spec)
+        step_s = loop.warm_up()
+        self._enter("window")
+        host.reset_peak()
+        cpu = host.cpu_s()
+        skipped = sink.optimizer_steps
+        window = loop.timed(step_s)
+        self._enter("result")
+        measured = Measurement(
+            blocks=tuple(window.blocks),
+            stopped=window.stopped,
+            restarts_s=_restarts(source, first_batch_s),
+            epoch_samples=_epoch_samples(source, window),
+            batches=window.batches,
+            steps=sum(block.steps for block in window.blocks),
+            optimizer_steps=sink.optimizer_steps - skipped,
+            build_s=build_s,
+            startup_s=startup_s,
+            first_step_s=first_step_s,
+            parity_loss=parity,
+            finite=window.finite,
+            workers=source.workers,
+            threads=torch.get_num_threads(),
+            cpus=spec.cpus,
+            start_ns=window.start_ns,
+            end_ns=window.end_ns,
+        )
+        measured = self._with_host_facts(measured, workload, cpu, shm)
+        return _judged(self._with_memory(measured, workload, source, sink), sink)
+
+    def _first_steps(
+        self, workload: Workload, setup: Setup, sink: Train
+    ) -> tuple[float, float | None]:
+        """The first optimizer step's seconds, and the mean loss of the third.
+
+        Taken over the dataset's first samples in order: the same for every config of one global
+        batch, so that a config that changes the training problem shows.
+        """
+        self._enter("first step")
+        seed_everything(self.spec.seed)
+        plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
+        loader = workload.loader(plain, torch.Generator().manual_seed(self.spec.seed))
+        samples = read_stock(self.spec)
+        if not samples:
+            return self._first_step_unstocked(sink, iter(loader)), None
+        size, taken, losses, spent = setup.batch_size, 0, [], []
+
+        def draw() -> object:
+            nonlocal taken
+            _, batch = stock_batch(workload, loader, samples, taken, size)
+            taken += size
+            return moved(batch, self.device, non_blocking=False)
+
+        for _ in range(PARITY_STEPS):
+            started = time.perf_counter()
+            losses.append(float(sink.step(draw)))
+            spent.append(time.perf_counter() - started)
+        return spent[0], losses[-1]
+
+    def _first_step_unstocked(self, sink: Train, batches: object) -> float:
+        started = time.perf_counter()
+        loss: Tensor = sink.step(
+            lambda: moved(next(batches), self.device, non_blocking=False)  # type: ignore[call-overload]
+        )
+        float(loss)
+        return time.perf_counter() - started
+
+    def _with_host_facts(
+        self, measured: Measurement, workload: Workload, cpu: tuple[float, float], shm: int
+    ) -> Measurement:
+        mine, workers = host.cpu_s()
+        pss = host.proportional_bytes()
+        in_flight = max(0, host.shm_used_bytes() - shm)
+        worker_s = max(0.0, workers - cpu[1])
+        return replace(
+            measured,
+            cpu_s=mine - cpu[0] + worker_s,
+            worker_cpu_s=worker_s,
+            host_memory_bytes=None if pss is None else pss + in_flight,
+        )
+
+    def _with_memory(
+        self,
+        measured: Measurement,
+        workload: Workload,
+        source: LoaderSource | CachedSource,
+        sink: Train | Discard,
+    ) -> Measurement:
+        resident = sink.resident_bytes if isinstance(sink, Train) else None
+        if self.device.type == "cpu":
+            peak = host.peak_bytes()
+            used = None if peak is None else max(0, peak - workload.rss_bytes)
+        else:
+            used = int(torch.accelerator.max_memory_reserved(self.device))
+        if used is not None and isinstance(source, CachedSource):
+            used = max(0, used - source.extra_bytes)
+        return replace(measured, memory_bytes=used, resident_bytes=resident)
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        write_atomically(Path(self.spec.folder, "phase"), phase)
+
+
+def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failure:
+    """A number that means nothing is no measurement."""
+    if isinstance(sink, Discard):
+        return measured
+    if not measured.finite:
+        return Failure(status=Status.INVALID, message="non-finite loss", phase="window")
+    if measured.optimizer_steps == 0:
+        skipped = "all fp16 steps skipped: " if sink.scaled else ""
+        return Failure(
+            status=Status.INVALID,
+            message=f"{skipped}no optimizer step in {measured.steps} steps",
+            phase="window",
+        )
+    return replace(measured, skipped_steps=max(0, measured.steps - measured.optimizer_steps))
+
+
+def _restarts(source: LoaderSource | CachedSource, first_batch_s: float) -> tuple[float, ...]:
+    """What an epoch's border costs; without persistence workers start just as at first."""
+    if source.restarts_s or not isinstance(source, LoaderSource):
+        return tuple(source.restarts_s)
+    if source.loader.persistent_workers or not source.workers:
+        return ()
+    return (first_batch_s,)
+
+
+def _epoch_samples(source: LoaderSource | CachedSource, window: Window) -> float | None:
+    """Samples (or tokens) of a whole epoch; None where the loader has no length."""
+    if source.epoch_samples is not None or not isinstance(source, LoaderSource):
+        return source.epoch_samples
+    consumed = sum(block.consumed for block in window.blocks)
+    try:
+        return consumed / window.batches * len(source.loader)
+    except TypeError:
+        return None

@@ -1,0 +1,237 @@
+"""Where a probe's batches come from: the user's loader, or a ring of real batches."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from autotune.probe.batches import leading, mapped, moved, size_bytes, tensors_of
+from autotune.probe.setup import Setup
+from autotune.probe.workload import Workload
+from autotune.types import ProbeSpec
+
+MOST_WORKERS = 1024
+RING = 8
+
+
+class NoBatchesError(Exception):
+    """The loader ends before its first batch."""
+
+
+class Counted:
+    """The user's collate, counting samples where batches are made.
+
+    One slot per worker in shared memory and no lock: a worker killed inside one would block
+    everybody else.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], workload: Workload, *, batched: bool) -> None:
+        self.collate = collate
+        self.count = workload.count
+        self.batched = batched
+        self.made = torch.zeros(MOST_WORKERS + 1, dtype=torch.int64)
+        self.made.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __call__(self, samples: Any) -> tuple[int, Any]:
+        """The batch, and how many samples it holds."""
+        batch = self.collate(samples)
+        counted = self.count(batch)
+        if counted is None:
+            counted = len(samples) if self.batched else leading(batch)
+        worker = get_worker_info()
+        slot = 0 if worker is None else 1 + worker.id % MOST_WORKERS
+        self.made[slot] += counted
+        return counted, batch
+
+    @property
+    def produced(self) -> int:
+        """Samples made so far, by all workers."""
+        return int(self.made.sum())
+
+
+class LoaderSource:
+    """The user's loader, epoch after epoch, with each border timed by itself."""
+
+    def __init__(self, workload: Workload, setup: Setup, spec: ProbeSpec) -> None:
+        generator = torch.Generator().manual_seed(spec.seed)
+        torch.manual_seed(spec.seed)
+        self.loader = workload.loader(setup.loader, generator)
+        self.counted = Counted(self.loader.collate_fn, workload, batched=_is_batched(self.loader))
+        self.loader.collate_fn = self.counted
+        self.workers = self.loader.num_workers
+        self.non_blocking = bool(self.loader.pin_memory)
+        self.waited_s = 0.0
+        self.consumed = 0
+        self.restarts_s: list[float] = []
+        self.epoch_samples: int | None = None
+        self._epoch_start = 0
+        self._iterator: Iterator[tuple[int, Any]] | None = None
+        self._held: tuple[int, Any] | None = None
+
+    def start(self) -> float:
+        """Nothing to start."""
+        """Start the workers and hold the first batch; seconds that it took."""
+        started = time.perf_counter()
+        self._iterator = iter(self.loader)
+        try:
+            self._held = next(self._iterator)
+        except StopIteration:
+            raise NoBatchesError(_why_no_batches(self.loader)) from None
+        return time.perf_counter() - started
+
+    def draw(self) -> Any:
+        """The next batch; the time blocked for it is waiting, an epoch's border is not."""
+        asked = time.perf_counter()
+        if self._held is not None:
+            (count, batch), self._held = self._held, None
+        else:
+            assert self._iterator is not None
+            try:
+                count, batch = next(self._iterator)
+            except StopIteration:
+                count, batch = self._restarted(asked)
+            else:
+                self.waited_s += time.perf_counter() - asked
+        self.consumed += count
+        return batch
+
+    def _restarted(self, asked: float) -> tuple[int, Any]:
+        self.epoch_samples = self.consumed - self._epoch_start
+        self._epoch_start = self.consumed
+        self._iterator = iter(self.loader)
+        try:
+            first: tuple[int, Any] = next(self._iterator)
+        except StopIteration:
+            raise NoBatchesError(_why_no_batches(self.loader)) from None
+        self.restarts_s.append(time.perf_counter() - asked)
+        return first
+
+    @property
+    def produced(self) -> int:
+        """Samples that the workers made so far."""
+        return self.counted.produced
+
+
+class CachedSource:
+    """A ring of real batches that lie on the device already."""
+
+    workers = 0
+    non_blocking = False
+    epoch_samples: int | None = None
+
+    def __init__(self, workload: Workload, setup: Setup, spec: ProbeSpec) -> None:
+        self.waited_s = 0.0
+        self.consumed = 0
+        self.restarts_s: list[float] = []
+        self._device = torch.device(spec.device)
+        self._ring = ring_of(workload, setup, spec, self._device)
+        self._turn = itertools.cycle(range(len(self._ring)))
+        self._clone = False
+        self._versions: list[list[int]] = [_versions(batch) for _, batch in self._ring]
+
+    def start(self) -> float:
+        """Nothing to start."""
+        return 0.0
+
+    def draw(self) -> Any:
+        """A copy at container level: the user's loss may pop keys or work in place."""
+        index = next(self._turn)
+        count, batch = self._ring[index]
+        if not self._clone and _versions(batch) != self._versions[index]:
+            self._clone = True
+        self.consumed += count
+        clone = self._clone
+        return mapped(
+            batch,
+            lambda leaf: leaf.clone() if clone and isinstance(leaf, torch.Tensor) else leaf,
+        )
+
+    @property
+    def produced(self) -> int:
+        """A ring makes what is taken."""
+        return self.consumed
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory of the ring that no real run holds."""
+        return sum(size_bytes(batch) for _, batch in self._ring[1:])
+
+
+SOURCES: dict[str, type[LoaderSource] | type[CachedSource]] = {
+    "loader": LoaderSource,
+    "cached": CachedSource,
+}
+
+
+def read_stock(spec: ProbeSpec) -> list[Any]:
+    """The dataset's first samples, in order, as the inspecting probe stored them."""
+    if spec.stock is None:
+        return []
+    with Path(spec.stock).open("rb") as file:
+        return [pickle.loads(sample) for sample in pickle.load(file)]
+
+
+def stock_batch(
+    workload: Workload, loader: DataLoader[Any], samples: list[Any], first: int, size: int
+) -> tuple[int, Any]:
+    """A batch of `size` stocked samples from `first` on, going round."""
+    if not _is_batched(loader):
+        batch = loader.collate_fn(samples[first % len(samples)])
+        return workload.count(batch) or leading(batch), batch
+    chosen = [samples[(first + offset) % len(samples)] for offset in range(size)]
+    batch = loader.collate_fn(chosen)
+    return workload.count(batch) or size, batch
+
+
+def ring_of(
+    workload: Workload, setup: Setup, spec: ProbeSpec, device: torch.device
+) -> list[tuple[int, Any]]:
+    """Up to eight batches; as many as the stock fills, at least one."""
+    samples = read_stock(spec)
+    plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
+    loader = workload.loader(plain, torch.Generator().manual_seed(spec.seed))
+    if not samples:
+        drawn = itertools.islice(_endless(loader), RING)
+        batches = [(workload.count(batch) or leading(batch), batch) for batch in drawn]
+    else:
+        size = setup.batch_size
+        count = max(1, min(RING, len(samples) // size))
+        batches = [
+            stock_batch(workload, loader, samples, turn * size, size) for turn in range(count)
+        ]
+    return [(count, moved(batch, device, non_blocking=False)) for count, batch in batches]
+
+
+def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise NoBatchesError(_why_no_batches(loader))
+
+
+def _is_batched(loader: DataLoader[Any]) -> bool:
+    """Whether collate gets a list of samples, not one sample."""
+    return loader.batch_sampler is not None or loader.batch_size is not None
+
+
+def _versions(batch: Any) -> list[int]:
+    return [tensor._version for tensor in tensors_of(batch)]
+
+
+def _why_no_batches(loader: DataLoader[Any]) -> str:
+    try:
+        size = f"a dataset of {len(loader.dataset)} samples"  # type: ignore[arg-type]
+    except TypeError:
+        size = "the dataset"
+    dropped = ", the partial batch dropped" if loader.drop_last else ""
+    return f"0 batches: {size} at batch size {loader.batch_size}{dropped}"

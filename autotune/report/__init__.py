@@ -1,0 +1,1 @@
+"""What a person reads: computed here, shown by the command line."""

@@ -1,0 +1,194 @@
+"""All that is known of a run: what reports are made from, and what a run folder brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune import exporters, pareto, space, store
+from autotune.errors import ResumeError
+from autotune.knobs import KNOBS, Exactness
+from autotune.options import Checked, restored
+from autotune.types import (
+    Config,
+    Estimate,
+    Machine,
+    ModelFacts,
+    Trial,
+    WorkloadFacts,
+    write_atomically,
+)
+
+
+@dataclass
+class RunState:
+    """All that is known of a run; what reports are made from."""
+
+    checked: Checked
+    folder: Path
+    machine: Machine
+    model_facts: ModelFacts
+    keys: Mapping[str, Any]
+    space: space.Space | None = None
+    trials: list[Trial] = field(default_factory=list)
+    answer: pareto.Answer | None = None
+    not_explored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stopped_because: str = ""
+    tuning_s: float = 0.0
+
+    @property
+    def baseline(self) -> Config:
+        """The user's own config."""
+        assert self.space is not None
+        return self.space.baseline
+
+    @property
+    def has_current(self) -> bool:
+        """Whether the file says what the user trains with."""
+        return self.model_facts.current is not None
+
+    def export(self, config: Config) -> exporters.Export:
+        """The config, ready to be written in the user's words.
+
+        Environment that the user has already, and did not name, is left out.
+        """
+        named = self.model_facts.current or {}
+        kept = {
+            name: value
+            for name, value in config.items()
+            if not KNOBS[name].environment or name in named or self.baseline.get(name) != value
+        }
+        return exporters.Export(
+            values=kept,
+            keys=self.keys,
+            model=self.checked.model,
+            device=self.machine.device.partition(":")[0],
+        )
+
+
+def write_answer(state: RunState, *, verified: bool) -> None:
+    """best.yaml, overrides.txt and command.txt; overrides.txt only for a verified answer."""
+    assert state.answer is not None
+    export = state.export(state.answer.config)
+    line = " ".join(exporters.overrides(export))
+    write_atomically(state.folder / "best.yaml", exporters.best_yaml(export))
+    write_atomically(state.folder / "command.txt", exporters.command(export) + "\n")
+    if verified:
+        write_atomically(state.folder / "overrides.txt", line + "\n")
+
+
+def answer_content(state: RunState) -> dict[str, Any] | None:
+    """What run.json says of the answer."""
+    answer = state.answer
+    if answer is None or state.space is None:
+        return None
+    speedup = None if answer.speedup is None else asdict(answer.speedup)
+    return {
+        "keep": answer.keep,
+        "overrides": " ".join(exporters.overrides(state.export(answer.config))),
+        "speedup": speedup or {"value": None, "low": None, "high": None},
+        "baseline_key": state.baseline.key,
+        "best_key": answer.config.key,
+        "verified": answer.verified,
+        "reason": answer.reason,
+        "stopped_because": state.stopped_because,
+        "not_explored": state.not_explored,
+        "global_batch_changed": state.space.global_batch(answer.config)
+        != state.space.global_batch(state.baseline),
+        "numerics_changed": numerics_changed(state, answer.config),
+        "tuning_s": round(state.tuning_s, 3),
+    }
+
+
+def numerics_changed(state: RunState, config: Config) -> list[str]:
+    """Changed knobs that change what training computes, not only in which order."""
+    assert state.space is not None
+    facts = state.space.facts
+    split_matters = facts.batch_norm or not facts.exact_split
+    changed = config.changed_from(state.baseline)
+    return [
+        name
+        for name in changed
+        if KNOBS[name].exactness is Exactness.NUMERICS
+        or (name in (space.BATCH, space.ACCUMULATION) and split_matters)
+    ]
+
+
+def load_state(folder: Path) -> RunState:
+    """The run of a folder, as it was when it was written last.
+
+    Raises:
+        ResumeError: If the folder holds no run.
+    """
+    folder = folder.expanduser().resolve()
+    content = read_content(folder)
+    known = restored(content)
+    facts = ModelFacts(
+        current=content["current"],
+        keys=content["keys"],
+        unit=content["unit"],
+        cacheable=False,
+        fresh=False,
+        own_loader=False,
+        loader_accepts=(),
+    )
+    state = RunState(
+        checked=known,
+        folder=folder,
+        machine=_machine(content["machine"]),
+        model_facts=facts,
+        keys=content["keys"],
+        trials=store.read_trials(folder),
+        notes=list(content["notes"]),
+    )
+    if content["workload"] is not None:
+        state.space = space.resolve(
+            known.request,
+            content["current"],
+            space.goal_of(known.options.global_batch, content["current"]),
+            state.machine,
+            WorkloadFacts(**content["workload"]),
+        )
+    _restore_answer(state, content["answer"])
+    return state
+
+
+def read_content(folder: Path) -> Mapping[str, Any]:
+    """The run.json of a run folder.
+
+    Raises:
+        ResumeError: If the folder holds no run that this version reads.
+    """
+    try:
+        content = store.read_run(folder)
+    except (OSError, ValueError):
+        raise ResumeError(f"{folder} holds no run (no readable run.json)") from None
+    if content.get("schema") != 1 or not (folder / "study.db").exists():
+        raise ResumeError(f"{folder} was written by another version, or has no study.db")
+    return content
+
+
+def _restore_answer(state: RunState, content: Mapping[str, Any] | None) -> None:
+    if content is None:
+        return
+    config = next(t.config for t in state.trials if t.config.key == content["best_key"])
+    speedup = content["speedup"]
+    known = speedup["value"] is not None
+    state.answer = pareto.Answer(
+        keep=content["keep"],
+        config=config,
+        speedup=Estimate(**speedup) if known else None,
+        verified=content["verified"],
+        reason=content["reason"],
+    )
+    state.stopped_because = content["stopped_because"]
+    state.not_explored = list(content["not_explored"])
+    state.tuning_s = content["tuning_s"]
+
+
+def _machine(content: Mapping[str, Any]) -> Machine:
+    lists = {name: tuple(content[name]) for name in ("devices", "capability")}
+    return Machine(**{**content, **lists})
