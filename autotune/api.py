@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune import driver, store
+from autotune.diagnosis import diagnose
 from autotune.errors import OptionError, ResumeError
 from autotune.exporters import EXPORTERS
 from autotune.options import Options
 from autotune.pareto import Answer, front, pool
 from autotune.report import verdict
 from autotune.state import RunState, load_state
-from autotune.types import Config, Estimate
+from autotune.types import Config, Estimate, Finding
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from autotune.search import Ask
+    from autotune.scene import Ask
     from autotune.types import Trial
 
 
@@ -65,6 +66,11 @@ class Run:
     def speedup(self) -> Estimate | None:
         """How many times faster than the baseline; None where that failed."""
         return self._answer.speedup
+
+    @property
+    def diagnosis(self) -> list[Finding]:
+        """What holds the user's config back, with the evidence."""
+        return diagnose(self._state.trials, self._state.baseline)
 
     @property
     def path(self) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from autotune.errors import InputError, OptionError
 from autotune.options import SAMPLERS, Options, checked
 
 if TYPE_CHECKING:
-    from autotune.search import Ask
+    from autotune.scene import Ask
     from autotune.state import RunState
     from autotune.types import Trial
 

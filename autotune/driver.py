@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from autotune import exporters, pareto, search, space, store, telemetry
+from autotune import exporters, pareto, scene, search, space, store, telemetry
 from autotune.errors import NothingRanError, OptionError, ResumeError, StoppedError
 from autotune.knobs import check_values, environment_of
 from autotune.launcher import Launcher
@@ -25,7 +25,13 @@ from autotune.metrics import rate
 from autotune.options import Checked, Options, checked
 from autotune.report.verdict import summary
 from autotune.source import third_party_imports
-from autotune.state import RunState, answer_content, read_content, write_answer
+from autotune.state import (
+    RunState,
+    answer_content,
+    read_content,
+    write_answer,
+    write_diagnosis,
+)
 from autotune.types import (
     Config,
     Failure,
@@ -65,7 +71,7 @@ class Listener(Protocol):
     def begins(self, state: RunState) -> None:
         """The run folder exists; the budget runs."""
 
-    def asks(self, ask: search.Ask, left_s: float) -> None:
+    def asks(self, ask: scene.Ask, left_s: float) -> None:
         """A probe starts."""
 
     def row(self, trial: Trial, run: RunState) -> None:
@@ -189,8 +195,15 @@ class Job:
         self._write_run("running")
         _point_latest(folder)
         if reason := self.launcher.fallback:
-            self.state.notes.append(f"each probe builds model and dataset itself: {reason}")
-            self.listener.note(self.state.notes[-1])
+            self._note(f"each probe builds model and dataset itself: {reason}")
+        if (self.state.checked.options.devices or 1) > 1:
+            self._note("one device is used: parallel.mode=single is the only mode so far")
+        if self.state.model_facts.affinity_narrowed:
+            self._note("importing the model file narrowed the CPU affinity")
+
+    def _note(self, text: str) -> None:
+        self.state.notes.append(text)
+        self.listener.note(text)
 
     def _search(self) -> None:
         facts = self._inspect()
@@ -198,7 +211,7 @@ class Job:
         state.space = space.resolve(
             state.checked.request, state.model_facts.current, self.goal, state.machine, facts
         )
-        scene = search.Scene(
+        view = scene.Scene(
             space=state.space,
             objective=state.checked.objectives[0],
             limits=state.checked.limits,
@@ -211,10 +224,10 @@ class Job:
         )
         self._refuse(state.space)
         baseline = self.measure(
-            search.Ask(config=state.baseline, stage=Stage.BASELINE, why="your config")
+            scene.Ask(config=state.baseline, stage=Stage.BASELINE, why="your config")
         )
         self._say_price(baseline)
-        self._drive(search.plan(state.checked.options.sampler, scene))
+        self._drive(search.plan(state.checked.options.sampler, view))
         state.stopped_because = state.stopped_because or (
             "the budget ended" if self.left_s() <= 2 * WRITING_S else "nothing more can pay"
         )
@@ -225,11 +238,11 @@ class Job:
         config = space.first_baseline(
             state.checked.request, state.model_facts.current, self.goal, state.machine
         )
-        ask = search.Ask(config=config, stage=Stage.INSPECT, why="what the job is like")
+        ask = scene.Ask(config=config, stage=Stage.INSPECT, why="what the job is like")
         trial = self.measure(ask)
         if trial.status in (Status.TIMEOUT, Status.CRASH) and not self.launcher.fallback:
             self.fresh = True
-            state.notes.append("each probe builds model and dataset itself: forking failed")
+            self._note("each probe builds model and dataset itself: forking failed")
             trial = self.measure(ask)
         if trial.measurement is None or trial.measurement.facts is None:
             raise NothingRanError(_why_nothing_ran(state))
@@ -265,7 +278,7 @@ class Job:
 
     # --- the loop ---
 
-    def _drive(self, plan: search.Plan) -> None:
+    def _drive(self, plan: scene.Plan) -> None:
         try:
             ask = next(plan)
             while True:
@@ -277,7 +290,7 @@ class Job:
         except StopIteration:
             return
 
-    def measure(self, ask: search.Ask) -> Trial:
+    def measure(self, ask: scene.Ask) -> Trial:
         """The row of an ask: stored by an interrupted run, or measured now."""
         if (earlier := self._take_stored(ask)) is not None:
             return earlier
@@ -314,7 +327,7 @@ class Job:
         self.state.trials.append(trial)
         self.listener.row(trial, self.state)
 
-    def _take_stored(self, ask: search.Ask) -> Trial | None:
+    def _take_stored(self, ask: scene.Ask) -> Trial | None:
         for trial in self._stored:
             same = (trial.config, trial.stage, trial.source, trial.sink, trial.round)
             if same == (ask.config, ask.stage, ask.source, ask.sink, ask.round):
@@ -324,7 +337,7 @@ class Job:
                 return trial
         return None
 
-    def _spec(self, ask: search.Ask, folder: Path) -> ProbeSpec:
+    def _spec(self, ask: scene.Ask, folder: Path) -> ProbeSpec:
         unit = min(max(self.state.checked.budget_s / 60, 1.5), 5.0)
         window_s, blocks, want = {
             Stage.LOADER: (unit, 6, 0.02),
@@ -403,7 +416,7 @@ class Job:
         baseline = [t.probe_s for t in self._probed() if t.stage is Stage.BASELINE]
         return median(same or baseline or [FIRST_PROBE_S])
 
-    def _timeout_s(self, ask: search.Ask) -> float:
+    def _timeout_s(self, ask: scene.Ask) -> float:
         """Several times what it should cost, and never beyond the deadline."""
         if ask.stage in (Stage.INSPECT, Stage.BASELINE):
             return max(1.0, self.left_s() - WRITING_S)
@@ -467,6 +480,7 @@ class Job:
         if state.answer is not None:
             write_answer(state, verified=verified)
             write_atomically(state.folder / "summary.md", summary(state))
+            write_diagnosis(state)
         if verified and (stock := self._stock()) is not None:
             Path(stock).unlink(missing_ok=True)
         self._write_run("finished" if verified else "interrupted")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,11 +25,21 @@ from autotune.types import ModelFacts, ModelRef, decode
 GONE_S = 8.0
 """How long to wait for the end of what was killed: longer than the forker itself waits."""
 
+TICK_S = 0.1
+"""How often a long wait looks whether it should stop."""
+
 TAIL = 2000
 
+ShouldStop = Callable[[], None]
+"""Raises if the run is to end."""
 
-class Died(Exception):  # noqa: N818 - a fact about a process rather than an error of ours
-    """A process that was waited for has ended instead."""
+
+def carry_on() -> None:
+    """Nothing asks to stop."""
+
+
+class EndedError(Exception):
+    """A process that was to report something has ended instead; the text says how."""
 
     def __init__(self, code: int | None) -> None:
         super().__init__(how_it_ended(code))
@@ -66,11 +76,13 @@ class Forkserver:
         """Have a job killed; waiting for it tells when it is gone."""
         self._channel.send({"kill": number})
 
-    def event(self, timeout_s: float) -> Message | None:
+    def event(self, timeout_s: float, should_stop: ShouldStop = carry_on) -> Message | None:
         """The next thing that the process itself tells, or None when time is up."""
         deadline_s = time.monotonic() + timeout_s
         while not self._events:
-            if not self._pump(deadline_s - time.monotonic()):
+            should_stop()
+            left_s = deadline_s - time.monotonic()
+            if not self._pump(min(left_s, TICK_S)) and left_s <= 0:
                 return None
         return self._events.popleft()
 
@@ -185,8 +197,9 @@ class Zygote:
         self.server = Forkserver(channel)
         self._channel = channel
         self._model = model
+        self._serves = False
 
-    def prepare(self, preload: Sequence[str], timeout_s: float) -> Message:
+    def prepare(self, preload: Sequence[str], timeout_s: float, should_stop: ShouldStop) -> Message:
         """Let it import; return its report.
 
         Raises:
@@ -202,7 +215,7 @@ class Zygote:
                     "folder": str(self.folder),
                 }
             )
-            ready = self.server.event(timeout_s)
+            ready = self.server.event(timeout_s, should_stop)
         except EOFError:
             raise LaunchError(
                 f"the process that imports torch {how_it_ended(self._process.wait(GONE_S))}\n"
@@ -210,17 +223,19 @@ class Zygote:
             ) from None
         if ready is None:
             raise LaunchError(f"importing torch took longer than {timeout_s:g} s")
+        self._serves = True
         return ready
 
     def close(self) -> None:
         """End it with everything below it."""
         self._channel.close()
-        try:
-            self._process.wait(GONE_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(GONE_S)
+        if self._serves:  # while it imports, it would not notice
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(GONE_S)
+                return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(GONE_S)
 
 
 class Template:
@@ -240,24 +255,24 @@ class Template:
             )
         self.server = Forkserver(channel)
 
-    def facts(self, timeout_s: float) -> ModelFacts | None:
+    def facts(self, timeout_s: float, should_stop: ShouldStop) -> ModelFacts | None:
         """What the model file tells; None when time is up.
 
         Raises:
             ModelFileError: If it cannot be used.
-            Died: If importing it ended the process.
+            EndedError: If importing it ended the process.
         """
-        event = self._expect(timeout_s)
+        event = self._expect(timeout_s, should_stop)
         return None if event is None else decode(ModelFacts, event["facts"])
 
-    def built(self, timeout_s: float) -> Message | None:
+    def built(self, timeout_s: float, should_stop: ShouldStop) -> Message | None:
         """The report that model and dataset are built; None when time is up.
 
         Raises:
             ModelFileError: If a builder raised.
-            Died: If building ended the process.
+            EndedError: If building ended the process.
         """
-        return self._expect(timeout_s)
+        return self._expect(timeout_s, should_stop)
 
     def close(self) -> None:
         """End it with everything below it."""
@@ -268,11 +283,11 @@ class Template:
         """Leave its end to the zygote."""
         self.server.close()
 
-    def _expect(self, timeout_s: float) -> Message | None:
+    def _expect(self, timeout_s: float, should_stop: ShouldStop) -> Message | None:
         try:
-            event = self.server.event(timeout_s)
+            event = self.server.event(timeout_s, should_stop)
         except EOFError:
-            raise Died(self._code()) from None
+            raise EndedError(self._code()) from None
         if event is not None and event["event"] == "model_error":
             raise ModelFileError(event["message"])
         return event

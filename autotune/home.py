@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from autotune.channel import Message
 from autotune.errors import LaunchError, ModelFileError
-from autotune.forkserver import Died, Job, SpawnedJob, Template, Zygote, canary, tail
+from autotune.forkserver import (
+    EndedError,
+    Job,
+    ShouldStop,
+    SpawnedJob,
+    Template,
+    Zygote,
+    canary,
+    carry_on,
+    tail,
+)
 from autotune.types import ModelFacts, ModelRef, ProbeSpec
 
 CAN_FORK = sys.platform == "linux"
@@ -63,9 +73,10 @@ class Home:
         self._model = plan.model
         self._seed = plan.seed
         self._limits = plan.deadlines
-        self._folders = (plan.folder / f"home-{id(self)}-{n}" for n in itertools.count())
+        self._folder = plan.folder
         self._variables = variables
         self._say = say
+        self._should_stop: ShouldStop = carry_on
         self._preload = plan.preload if CAN_FORK else ()
         self._zygote: Zygote | None = None
         self._template: Template | None = None
@@ -82,8 +93,9 @@ class Home:
             self._facts = self._open()
         return self._facts
 
-    def settle(self) -> Message:
+    def settle(self, should_stop: ShouldStop = carry_on) -> Message:
         """Make sure that probes can start, and find out how; return the device facts."""
+        self._should_stop = should_stop
         facts = self.load()
         if not self._device:
             self._device = self._explore(facts) | self._about
@@ -123,9 +135,9 @@ class Home:
         return self._import(self._zygote)
 
     def _started(self, preload: Sequence[str]) -> Zygote:
-        zygote = Zygote(next(self._folders), self._variables, self._model)
+        zygote = Zygote(self._folder / uuid4().hex, self._variables, self._model)
         try:
-            ready = zygote.prepare(preload, self._limits.start_s)
+            ready = zygote.prepare(preload, self._limits.start_s, self._should_stop)
         except BaseException:
             zygote.close()
             raise
@@ -136,8 +148,8 @@ class Home:
         self._template = Template(zygote, self._model, self._seed, alone=not CAN_FORK)
         path, limit_s = self._model.path, self._limits.import_s
         try:
-            facts = self._template.facts(limit_s)
-        except Died as end:
+            facts = self._template.facts(limit_s, self._should_stop)
+        except EndedError as end:
             raise ModelFileError(
                 f"importing {path}, the process {end}\n{tail(self._template.log)}"
             ) from None
@@ -205,8 +217,8 @@ class Home:
         assert self._template is not None
         limit_s = self._limits.build_s
         try:
-            built = self._template.built(limit_s)
-        except Died as end:
+            built = self._template.built(limit_s, self._should_stop)
+        except EndedError as end:
             self._build_in_probes(f"building model and dataset ahead, the process {end}")
             return
         if built is None:
@@ -262,10 +274,10 @@ class Home:
 
 
 def longest_sound(names: Sequence[str], works: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """The names, in order, without those that break the rest; none of them is known to work."""
+    """The names, in order, without those that break the rest; together they do not work."""
     kept: list[str] = []
     left = list(names)
-    while left and not works([*kept, *left]):
+    while left:
         works_with, fails_with = 0, len(left)
         while fails_with - works_with > 1:
             middle = (works_with + fails_with) // 2
@@ -275,4 +287,6 @@ def longest_sound(names: Sequence[str], works: Callable[[Sequence[str]], bool]) 
                 fails_with = middle
         kept += left[:works_with]
         left = left[fails_with:]
+        if left and works([*kept, *left]):
+            break
     return (*kept, *left)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from autotune.errors import LaunchError, ModelFileError
-from autotune.forkserver import Job, how_it_ended, tail
+from autotune.forkserver import TICK_S, Job, ShouldStop, carry_on, how_it_ended, tail
 from autotune.home import Deadlines, Home, Plan
 from autotune.types import (
     Failure,
@@ -28,8 +28,6 @@ from autotune.types import (
     write_atomically,
 )
 
-TICK_S = 0.1
-"""How often a running probe is looked after."""
 LINGER_S = 2.0
 """How long a process may take to end by itself once its result is written."""
 
@@ -127,7 +125,7 @@ class Launcher:
         self,
         spec: ProbeSpec,
         environment: Mapping[str, str] = NO_VARIABLES,
-        should_stop: Callable[[], None] = lambda: None,
+        should_stop: ShouldStop = carry_on,
     ) -> Outcome:
         """Run one probe, start to end.
 
@@ -138,7 +136,7 @@ class Launcher:
         """
         home = self._home(environment)
         try:
-            home.settle()
+            home.settle(should_stop)
         except (ModelFileError, LaunchError) as error:
             return Outcome(failure=Failure(status=Status.ERROR, message=str(error)), probe_s=0.0)
         spec = replace(
@@ -172,11 +170,15 @@ class Launcher:
             self._homes[key] = Home(self._plan, environment, say)
         return self._homes[key]
 
-    def _launch(self, home: Home, spec: ProbeSpec, should_stop: Callable[[], None]) -> End:
+    def _launch(self, home: Home, spec: ProbeSpec, should_stop: ShouldStop) -> End:
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
         write_atomically(folder / "spec.json", encode(spec))
-        job = home.start(spec)
+        try:
+            job = home.start(spec)
+        except LaunchError as error:
+            return End(trouble=str(error))
         try:
             return _watch(job, spec, should_stop)
         except BaseException:
@@ -199,7 +201,7 @@ class End:
     trouble: str = ""
 
 
-def _watch(job: Job, spec: ProbeSpec, should_stop: Callable[[], None]) -> End:
+def _watch(job: Job, spec: ProbeSpec, should_stop: ShouldStop) -> End:
     """Wait for the end of a probe, and bring it about where it does not come by itself."""
     result = Path(spec.folder, RESULT)
     deadline_s = spec.requested_s + spec.timeout_s

@@ -68,8 +68,6 @@ def checked(options: Options) -> Checked:
         raise OptionError("--max-probes: at least 1")
     if options.devices is not None and options.devices < 1:
         raise OptionError("--devices: at least 1")
-    if options.devices is not None and options.devices > 1:
-        raise OptionError("--devices: this version trains on one device; use 1")
     known = Checked(
         options=options,
         model=_model_ref(options.model),

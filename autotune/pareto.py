@@ -245,11 +245,13 @@ def _unverified(
     fit: Sequence[Pooled], baseline: Config, objective: Metric, *, may_keep: bool
 ) -> Answer | None:
     """Without finals nothing can be claimed to be faster."""
-    if may_keep:
-        return _kept(baseline, "no time was left to verify anything else", verified=False)
     if not fit:
         return None
     best = min(fit, key=lambda point: objective.cost(point.value(objective) or 0.0))
+    if may_keep and best.config == baseline:
+        return _kept(baseline, "nothing else that was measured is faster", verified=False)
+    if may_keep:
+        return _kept(baseline, "no time was left to verify anything else", verified=False)
     return Answer(
         keep=False,
         config=best.config,

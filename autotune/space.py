@@ -16,6 +16,8 @@ PREFETCH = "loader.prefetch_factor"
 BATCH = "train.batch_size"
 ACCUMULATION = "train.accumulation_steps"
 THREADS = "host.threads"
+PERSISTENT = "loader.persistent_workers"
+WAIT_POLICY = "host.omp_wait_policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune import exporters, pareto, space, store
+from autotune import diagnosis, exporters, pareto, space, store
 from autotune.errors import ResumeError
 from autotune.knobs import KNOBS, Exactness
 from autotune.options import Checked, restored
@@ -78,6 +79,13 @@ def write_answer(state: RunState, *, verified: bool) -> None:
     write_atomically(state.folder / "command.txt", exporters.command(export) + "\n")
     if verified:
         write_atomically(state.folder / "overrides.txt", line + "\n")
+
+
+def write_diagnosis(state: RunState) -> None:
+    """diagnosis.json: what holds the baseline back."""
+    found = [asdict(finding) for finding in diagnosis.diagnose(state.trials, state.baseline)]
+    text = json.dumps({"findings": found}, indent=2)
+    write_atomically(state.folder / "diagnosis.json", text + "\n")
 
 
 def answer_content(state: RunState) -> dict[str, Any] | None:

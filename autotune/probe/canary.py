@@ -16,7 +16,7 @@ PARALLEL_LIMIT_S = 10
 """An operation of a millisecond that takes this long hangs."""
 
 
-def sing(threads: int) -> Facts:
+def check(threads: int) -> Facts:
     """Compute on several threads, on the device and backwards; return what devices there are."""
     # Dying early by SIGALRM spares the user the long wait that a slow device is allowed.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

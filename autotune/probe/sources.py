@@ -28,13 +28,13 @@ class NoBatchesError(Exception):
 class Counted:
     """The user's collate, counting samples where batches are made.
 
-    One slot per worker in shared memory and no lock: a worker killed inside one would block
-    everybody else.
+    It holds nothing that a loader with spawned workers could not pickle. One slot per worker in
+    shared memory and no lock: a worker killed inside one would block everybody else.
     """
 
     def __init__(self, collate: Callable[[Any], Any], workload: Workload, *, batched: bool) -> None:
         self.collate = collate
-        self.count = workload.count
+        self.count_samples = workload.defined["count_samples"]
         self.batched = batched
         self.made = torch.zeros(MOST_WORKERS + 1, dtype=torch.int64)
         self.made.share_memory_()  # type: ignore[no-untyped-call]
@@ -42,8 +42,9 @@ class Counted:
     def __call__(self, samples: Any) -> tuple[int, Any]:
         """The batch, and how many samples it holds."""
         batch = self.collate(samples)
-        counted = self.count(batch)
-        if counted is None:
+        if self.count_samples is not None:
+            counted = int(self.count_samples(batch))
+        else:
             counted = len(samples) if self.batched else leading(batch)
         worker = get_worker_info()
         slot = 0 if worker is None else 1 + worker.id % MOST_WORKERS

@@ -132,10 +132,10 @@ def jobs(threads: int, workload: Workload | None) -> dict[str, JobFunction]:
 
 def run_canary(threads: int, command: Message, _: int | None) -> None:
     """Compute on the device and report which devices there are."""
-    from autotune.probe.canary import sing
+    from autotune.probe.canary import check
 
     ask_as_the_user_does()
-    write_atomically(Path(command["out"]), json.dumps(sing(threads)))
+    write_atomically(Path(command["out"]), json.dumps(check(threads)))
 
 
 def run_one_probe(threads: int, workload: Workload | None, command: Message, _: int | None) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from autotune.metrics import throughput
 from autotune.report import words
-from autotune.search import Ask
+from autotune.scene import Ask
 from autotune.state import RunState
 from autotune.types import REFUSED, Sink, Source, Stage, Status, Trial
 
@@ -49,7 +49,10 @@ def _what(trial: Trial, state: RunState) -> str:
     if trial.status in REFUSED:
         return "not tried"
     change = words.change(trial.config, state.baseline) or "as now"
-    return f"{trial.stage}, {kind}, {change}"
+    return f"{_STAGES.get(trial.stage, kind)}, {change}"
+
+
+_STAGES = {Stage.FINAL: "final", Stage.PATH: "step of the path"}
 
 
 class Screen:
@@ -98,7 +101,8 @@ class Screen:
 
     def _rows(self) -> Table:
         table = Table(box=None, padding=(0, 1), expand=False)
-        for title in ("", "probe", "result"):
+        table.add_column("", no_wrap=True, min_width=3, justify="right")
+        for title in ("probe", "result"):
             table.add_column(title, overflow="ellipsis", no_wrap=True)
         state = self.state
         if state is None or state.space is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import exporters, pareto, search
+from autotune.diagnosis import diagnose
 from autotune.metrics import METRICS
 from autotune.report import words
 from autotune.state import RunState, numerics_changed
@@ -21,6 +22,7 @@ def verdict(state: RunState) -> str:
     sections = (
         [first_line(state)],
         _why(state),
+        list(_bottleneck(state)),
         list(_path(state)),
         list(_before_and_after(state)),
         list(_problem(state)),
@@ -113,6 +115,14 @@ def _why(state: RunState) -> list[str]:
         f"The answer makes {words.interval(point.speed)} {unit}/s: "
         f"{words.times(answer.speedup)} faster than {than}."
     )
+
+
+def _bottleneck(state: RunState) -> Iterator[str]:
+    """What holds the baseline back, and what it would gain without that."""
+    whose = "Your config" if state.has_current else "PyTorch's defaults"
+    for finding in diagnose(state.trials, state.baseline):
+        could = f" Never waiting, it could be {finding.gain:.1f}x as fast." if finding.gain else ""
+        yield from _wrapped(f"{whose}: {finding.bottleneck}. {finding.evidence}.{could}")
 
 
 def _path(state: RunState) -> Iterator[str]:

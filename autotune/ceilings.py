@@ -1,0 +1,368 @@
+"""The two halves by themselves: what the loader alone and the device alone can do.
+
+Each is an upper bound of every end-to-end config that shares it, so the halves are searched one
+after the other instead of multiplied (METHODS 2.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.knobs import KNOBS, Family
+from autotune.metrics import rate, restart_s_per_sample
+from autotune.scene import Ask, Plan, Scene, device_ask, speed_of
+from autotune.space import ACCUMULATION, BATCH, PERSISTENT, THREADS, WAIT_POLICY, WORKERS
+from autotune.types import Config, Estimate, Sink, Stage, Trial, Value, whole
+
+HEADROOM = 1.25
+"""A loader this much faster than the device costs the device nothing (METHODS 2.1)."""
+ROOM_TO_GROW = 2.0
+"""What the device ladder may still add before the loader ladder is looked at again."""
+SLACK = 0.03
+"""What a bound is widened by before anything is dropped because of it."""
+WORTH = 1.02
+"""A step of a ladder that gains less ends the ladder."""
+MORE_WORKERS_WORTH = 1.10
+"""A doubling of the workers that gains less ends the ladder."""
+BUSY_WORKER = 0.85
+"""Share of a core above which a worker does not wait any more."""
+RESTART_MATTERS = 0.005
+"""Share of an epoch's time above which workers are kept from epoch to epoch."""
+IDLE_DEVICE = 1.5
+"""A device this much faster than the loader gains nothing by being faster still."""
+IDLE_CPU = 4.0
+"""The same on a CPU, where a cheaper step leaves its cores to the loader."""
+DOWNWARD = 3
+"""Micro-batches below the user's own that are tried when larger ones do not pay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A loader setting and a device setting: what they should make, and cannot exceed."""
+
+    config: Config
+    workers: int
+    predicted: float
+    bound: float
+
+
+class Ceilings:
+    """Ladders over both halves, and the pairs that come of them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.start = scene.space.start
+        self.base = self.start
+        """The device setting that the search goes on with."""
+        self.loader: dict[int, Trial] = {}
+        self.device: dict[Config, Estimate] = {}
+
+    @property
+    def own_workers(self) -> int:
+        """The worker count that the search sets out from."""
+        return whole(self.start.get(WORKERS))
+
+    def first_look(self) -> Plan:
+        """Both halves as they are: which one holds the other back."""
+        yield from self._loader_probe(self.own_workers)
+        yield from self._device_probe(self.start, "your settings")
+
+    # --- the loader: workers until the device is fed with something to spare ---
+
+    def loader_ladder(self, room: float) -> Plan:
+        """Worker counts upward until the device is fed, or more of them gain nothing.
+
+        Args:
+            room: How many times faster the device may still become.
+        """
+        if WORKERS not in self.scene.space.searched() or self._loader_cannot_pay(room):
+            return
+        if self.own_workers not in self.loader and self.own_workers != 0:
+            yield from self._loader_probe(0)
+        for workers in self._worker_counts():
+            if self._is_fed(workers, room) or not self.scene.affords(Stage.LOADER, 1):
+                return
+            if workers in self.loader:
+                continue
+            yield from self._loader_probe(workers)
+            if workers not in self.loader:
+                return
+
+    def _worker_counts(self) -> list[int]:
+        return [whole(count) for count in self.scene.space.values[WORKERS] if count]
+
+    def _is_fed(self, workers: int, room: float) -> bool:
+        """Whether this many workers cannot do better than fewer of them did."""
+        fewer = sorted(count for count in self.loader if 0 < count < workers)
+        if not fewer:
+            return False
+        last = fewer[-1]
+        device = self.device.get(self.base)
+        if device is not None and self.rate(last).low >= HEADROOM * room * device.high:
+            return True
+        if len(fewer) < 2:
+            return False
+        grew = self.rate(last).value / self.rate(fewer[-2]).value
+        past_cores = workers > self.scene.space.machine.cpus
+        return grew < MORE_WORKERS_WORTH or (past_cores and self._worker_share(last) > BUSY_WORKER)
+
+    def _worker_share(self, workers: int) -> float:
+        """How much of its core each worker uses: one that waits leaves it to others."""
+        measured = self.loader[workers].measurement
+        assert measured is not None
+        seconds = (measured.end_ns - measured.start_ns) / 1e9
+        cores = min(workers, self.scene.space.machine.cpus)
+        return (measured.worker_cpu_s or 0.0) / max(seconds, 1e-9) / cores
+
+    def _loader_cannot_pay(self, room: float) -> bool:
+        """Skip the family, and say so, when the device is the limit by far."""
+        device = self.device.get(self.base)
+        if device is None or self.own_workers not in self.loader:
+            return False
+        loader = self.rate(self.own_workers)
+        # Without workers loading and training take turns: loading costs its share in full.
+        fed = loader.low if self.own_workers else 1 / (1 / device.low + 1 / loader.low)
+        gain = max(0.0, room * device.high / fed - 1)
+        if gain >= WORTH - 1:
+            return False
+        self.scene.leave_out(f"loader settings can gain at most {100 * gain:.1f} %: not searched")
+        return True
+
+    def _loader_probe(self, workers: int) -> Plan:
+        trial = yield Ask(
+            config=self.scene.space.config({WORKERS: workers}, self.start),
+            stage=Stage.LOADER,
+            sink=Sink.DISCARD,
+            why=f"loader alone, {workers} workers",
+        )
+        if trial.ok and trial.measurement is not None and rate(trial.measurement) is not None:
+            self.loader[workers] = trial
+
+    def rate(self, workers: int) -> Estimate:
+        """The loader's ceiling with so many workers, samples/s."""
+        measured = self.loader[workers].measurement
+        assert measured is not None
+        known = rate(measured)
+        assert known is not None
+        return known.estimate
+
+    # --- the device: the micro-batch that costs least a sample, then precision and the like ---
+
+    def device_ladder(self) -> Plan:
+        """Micro-batches, then each compute knob by itself; what gains is kept."""
+        if self._device_cannot_pay():
+            return
+        yield from self._batches()
+        self.base = self._smallest_near_best()
+        yield from self._screen()
+
+    def _device_cannot_pay(self) -> bool:
+        """Skip the family, and say so, when the loader is the limit by far."""
+        device = self.device.get(self.start)
+        if device is None or not self.loader:
+            return False
+        fastest = max(self.rate(workers).value for workers in self.loader)
+        idle = IDLE_CPU if self.scene.space.machine.on_cpu else IDLE_DEVICE
+        if device.value < idle * fastest:
+            return False
+        self.scene.leave_out(
+            f"batch and precision: the device alone is {device.value / fastest:.1f}x as fast as "
+            "the loader can be"
+        )
+        return True
+
+    def _batches(self) -> Plan:
+        """Upward from the user's own, downward when that does not pay."""
+        own = self.scene.space.micro_batch(self.start)
+        pairs = self.scene.space.pairs()
+        down = [pair for pair in reversed(pairs) if pair[0] < own]
+        if self.start in self.device:
+            yield from self._climb([pair for pair in pairs if pair[0] > own])
+        else:
+            yield from self._descend(down, own)
+        if self._best_device() == self.start:
+            yield from self._climb(down[:DOWNWARD])
+        yield from self._price_of_the_global_batch()
+
+    def _climb(self, pairs: Iterable[tuple[int, int]]) -> Plan:
+        best = self.device.get(self.start)
+        for batch, steps in pairs:
+            if not self.scene.affords(Stage.DEVICE, 1):
+                return
+            config = self._with_batch(batch, steps)
+            if config in self.device:
+                continue
+            yield from self._device_probe(config, f"micro-batch {batch}")
+            reached = self.device.get(config)
+            if reached is None:
+                yield from self._bisect(batch)
+                return
+            if best is not None and reached.value < WORTH * best.value:
+                return
+            best = reached
+
+    def _descend(self, pairs: Iterable[tuple[int, int]], failing: int) -> Plan:
+        """From a size that fails down to one that runs, then back up between the two."""
+        for batch, steps in pairs:
+            if not self.scene.affords(Stage.DEVICE, 1):
+                return
+            config = self._with_batch(batch, steps)
+            yield from self._device_probe(config, f"micro-batch {batch}")
+            if config in self.device:
+                yield from self._bisect(failing)
+                return
+            failing = batch
+
+    def _bisect(self, failing: int) -> Plan:
+        """The largest multiple of eight that runs, below a size that does not."""
+        if not self.scene.space.goal.free or BATCH in self.scene.space.asked:
+            return
+        sizes = [self.scene.space.micro_batch(config) for config in self.device]
+        low = max((size for size in sizes if size < failing), default=0)
+        while low and failing - low > 8 and self.scene.affords(Stage.DEVICE, 1):
+            middle = (low + failing) // 16 * 8
+            if middle <= low:
+                return
+            config = self._with_batch(middle, whole(self.start.get(ACCUMULATION)) or 1)
+            yield from self._device_probe(config, f"micro-batch {middle}")
+            if config in self.device:
+                low = middle
+            else:
+                failing = middle
+
+    def _price_of_the_global_batch(self) -> Plan:
+        """What a larger batch would allow, where the global batch forbids it."""
+        goal, facts = self.scene.space.goal, self.scene.space.facts
+        if goal.size is None or not self.device or BATCH in self.scene.space.asked:
+            return
+        largest = max(self.scene.space.micro_batch(config) for config in self.device)
+        beyond = 2 * goal.size
+        if largest < goal.size or (facts.dataset_len and beyond > facts.dataset_len):
+            return
+        if not self.scene.affords(Stage.DEVICE, 1):
+            return
+        trial = yield device_ask(
+            self._with_batch(beyond, 1), f"device alone, micro-batch {beyond} (only its price)"
+        )
+        reached, best = speed_of(trial), self.device[self._best_device()]
+        if reached is not None and reached.low > best.high * (1 + SLACK):
+            self.scene.leave_out(
+                f"a global batch of {beyond} would allow up to "
+                f"{reached.value / best.value:.1f}x on the device; not verified end to end"
+            )
+
+    def _screen(self) -> Plan:
+        """Each compute knob by itself at the best micro-batch; what gains is kept."""
+        for name in self.scene.space.searched():
+            # How threads wait shows only beside loader workers: climbing tries it.
+            if KNOBS[name].family is not Family.COMPUTE or name == WAIT_POLICY:
+                continue
+            before = self.device.get(self.base)
+            for value in self.scene.space.values[name]:
+                if value == self.base.get(name) or not self.scene.affords(Stage.DEVICE, 1):
+                    continue
+                changed = self.scene.space.config({name: value}, self.base)
+                yield from self._device_probe(changed, f"{name}={value}")
+            best = self._best_device()
+            if before is not None and self.device[best].value > WORTH * before.value:
+                self.base = best
+
+    def _device_probe(self, config: Config, why: str) -> Plan:
+        known = speed_of((yield device_ask(config, f"device alone, {why}")))
+        if known is not None:
+            self.device[config] = known
+
+    def _with_batch(self, batch: int, steps: int) -> Config:
+        return self.scene.space.config({BATCH: batch, ACCUMULATION: steps}, self.start)
+
+    def _best_device(self) -> Config:
+        return max(self.device, key=lambda c: self.device[c].value, default=self.start)
+
+    def _smallest_near_best(self) -> Config:
+        """With a free batch the smallest within 2 % of the fastest; else the fastest."""
+        best = self._best_device()
+        if not self.scene.space.goal.free or best not in self.device:
+            return best
+        near = [c for c in self.device if WORTH * self.device[c].value >= self.device[best].value]
+        return min(near, key=self.scene.space.micro_batch)
+
+    # --- both halves together ---
+
+    def candidates(self) -> list[Candidate]:
+        """Pairs of a loader and a device setting, the best prediction first.
+
+        For each worker count only the device setting that is predicted best: what the other
+        ones are good for shows when its changes are taken back one by one.
+        """
+        pairs = [
+            self._candidate(device, workers)
+            for device in self._device_options()
+            for workers in self._loader_options(self.device[device])
+        ]
+        pairs.sort(key=lambda pair: (-pair.predicted, len(pair.config.changed_from(self.start))))
+        best: dict[int, Candidate] = {}
+        for pair in pairs:
+            best.setdefault(pair.workers, pair)
+        return list(best.values())
+
+    def _device_options(self) -> list[Config]:
+        fit = [config for config in self.device if self.scene.space.admits(config)]
+        if not fit:
+            return []
+        fit.sort(key=lambda config: -self.device[config].value)
+        least = 0.85 * self.device[fit[0]].value
+        near = [config for config in fit if self.device[config].value > least][:3]
+        wanted = dict.fromkeys((self.base, *near, self.start))
+        return [config for config in wanted if config in fit]
+
+    def _loader_options(self, device: Estimate) -> list[int]:
+        """The fewest workers that feed the device, or are as fast as any; and the user's own."""
+        counts = sorted(self.loader)
+        if not counts:
+            return [self.own_workers]
+        enough = min(HEADROOM * device.high, max(self.rate(w).value for w in counts) / WORTH)
+        fed = [w for w in counts if w and self.rate(w).value >= enough][:1]
+        own = [self.own_workers] if self.own_workers in self.loader else []
+        return list(dict.fromkeys([*fed, *own, *([] if fed or own else counts[:1])]))
+
+    def _candidate(self, device: Config, workers: int) -> Candidate:
+        compute = self.device[device]
+        config = self.with_workers(device, workers)
+        if workers not in self.loader:
+            return Candidate(
+                config=config, workers=workers, predicted=compute.value, bound=compute.high
+            )
+        loader = self.rate(workers)
+        if workers == 0:
+            predicted = 1 / (1 / compute.value + 1 / loader.value)
+            bound = 1 / (1 / compute.high + 1 / loader.high)
+        else:
+            predicted = min(compute.value, loader.value, self._cores_allow(device, workers))
+            bound = min(compute.high, loader.high)
+        return Candidate(config=config, workers=workers, predicted=predicted, bound=bound)
+
+    def _cores_allow(self, device: Config, workers: int) -> float:
+        """On a CPU loader and step share the cores: samples/s that their CPU time leaves."""
+        loader = self.loader[workers].measurement
+        if not self.scene.space.machine.on_cpu or loader is None or loader.cpu_s is None:
+            return math.inf
+        loaded = sum(block.consumed for block in loader.blocks)
+        threads = whole(device.get(THREADS)) or 1
+        step_s = threads / self.device[device].value
+        return self.scene.space.machine.cpus / (loader.cpu_s / max(loaded, 1) + step_s)
+
+    def with_workers(self, config: Config, workers: int) -> Config:
+        """The config with so many workers, kept from epoch to epoch where that pays."""
+        changes: dict[str, Value] = {WORKERS: workers}
+        values = self.scene.space.values.get(PERSISTENT, ())
+        if workers and len(values) > 1 and self._restart_matters(workers):
+            changes[PERSISTENT] = True
+        return self.scene.space.config(changes, config)
+
+    def _restart_matters(self, workers: int) -> bool:
+        measured = self.loader[workers].measurement if workers in self.loader else None
+        if measured is None:
+            return False
+        return restart_s_per_sample(measured) * self.rate(workers).value > RESTART_MATTERS

@@ -1,0 +1,156 @@
+"""The default searcher: ceilings, composition, verification, climbing, simplification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autotune.ceilings import ROOM_TO_GROW, SLACK, Ceilings
+from autotune.scene import Ask, Climb, Plan, Scene, data_wait, gain, speed_of
+from autotune.space import (
+    ACCUMULATION,
+    BATCH,
+    PERSISTENT,
+    PREFETCH,
+    THREADS,
+    WAIT_POLICY,
+    WORKERS,
+)
+from autotune.types import Config, Stage, Trial, Value, whole
+
+MOST_VERIFIED = 6
+IMPROVED = 1.01
+"""A neighbour that gains less is no reason to move there."""
+WAITS = 0.02
+"""Share of waiting for data below which loader settings are left alone."""
+HOPELESS = 0.9
+"""A prediction this far below the best measured rate is not worth a probe."""
+
+
+def staged(scene: Scene) -> Plan:
+    """Ceilings of each half, composed, verified in the order of their bounds, then climbed."""
+    ceilings = Ceilings(scene)
+    yield from ceilings.first_look()
+    yield from ceilings.loader_ladder(room=ROOM_TO_GROW)
+    yield from ceilings.device_ladder()
+    yield from ceilings.loader_ladder(room=1.0)
+    yield from verify(scene, ceilings)
+    yield from climb(scene, ceilings)
+    yield from simplify(scene)
+
+
+def verify(scene: Scene, ceilings: Ceilings) -> Plan:
+    """End to end, in descending order; stops when no remaining bound beats the incumbent."""
+    bounds_hold = True
+    verified = 0
+    for candidate in ceilings.candidates():
+        incumbent = scene.to_beat()
+        if bounds_hold and incumbent and candidate.bound * (1 + SLACK) < incumbent:
+            scene.leave_out("other pairs of loader and device: their bounds are lower")
+            return
+        if incumbent and candidate.predicted < HOPELESS * incumbent:
+            scene.leave_out("other pairs of loader and device: predicted to be slower")
+            return
+        if scene.row_of(candidate.config) is not None:
+            continue
+        if verified >= MOST_VERIFIED or not scene.may_measure(Stage.VERIFY):
+            scene.leave_out("some pairs of loader and device: no probes were left for them")
+            return
+        verified += 1
+        trial = yield Ask(
+            config=candidate.config, stage=Stage.VERIFY, why="together", beat=incumbent
+        )
+        reached = speed_of(trial)
+        if reached is not None and reached.low > candidate.bound * (1 + SLACK):
+            bounds_hold = False  # a rate above its own bound: these ceilings bound nothing
+
+
+def climb(scene: Scene, ceilings: Ceilings) -> Plan:
+    """One notch at a time on the knobs that the two halves share, while that gains."""
+    best = scene.best()
+    while best is not None:
+        better = yield from _better_neighbour(scene, ceilings, best)
+        if better is None:
+            return
+        best = better
+
+
+def _better_neighbour(scene: Scene, ceilings: Ceilings, best: Trial) -> Climb:
+    for config, why in _neighbours(scene, ceilings, best):
+        if scene.row_of(config) is not None or not scene.space.admits(config):
+            continue
+        if not scene.may_measure(Stage.CLIMB):
+            scene.leave_out("more neighbours of the best config: no probes were left for them")
+            return None
+        trial = yield Ask(config=config, stage=Stage.CLIMB, why=why, beat=scene.to_beat())
+        if trial.ok and scene.fits(trial) and gain(scene, trial, best) > IMPROVED:
+            return trial
+    return None
+
+
+def _neighbours(scene: Scene, ceilings: Ceilings, best: Trial) -> Iterator[tuple[Config, str]]:
+    """Configs one notch away, the likeliest gain first."""
+    if best.config.get(WORKERS):
+        yield from _sharing_neighbours(scene, best.config)
+    if data_wait(best) > WAITS:
+        yield from _loader_neighbours(scene, ceilings, best.config)
+
+
+def _sharing_neighbours(scene: Scene, config: Config) -> Iterator[tuple[Config, str]]:
+    """How the step shares a CPU machine's cores with the loader's workers."""
+    space = scene.space
+    if WAIT_POLICY in space.searched():
+        for value in space.values[WAIT_POLICY]:
+            yield space.config({WAIT_POLICY: value}, config), f"OpenMP {value}"
+    if THREADS in space.searched():
+        for value in notches(space.values[THREADS], config.get(THREADS)):
+            yield space.config({THREADS: value}, config), f"{value} threads beside the workers"
+
+
+def _loader_neighbours(
+    scene: Scene, ceilings: Ceilings, config: Config
+) -> Iterator[tuple[Config, str]]:
+    space, workers = scene.space, whole(config.get(WORKERS))
+    if WORKERS in space.searched():
+        for value in notches(space.values[WORKERS], workers, up_first=True):
+            yield ceilings.with_workers(config, whole(value)), f"{value} workers"
+    if workers and PREFETCH in space.searched():
+        for value in notches(space.values[PREFETCH], config.get(PREFETCH), up_first=True):
+            yield space.config({PREFETCH: value}, config), f"prefetch factor {value}"
+
+
+def simplify(scene: Scene) -> Plan:
+    """Measure the best config without each of its changes: one that does not pay is taken back."""
+    best = scene.best()
+    if best is None:
+        return
+    base = scene.space.start
+    for group in _changed_groups(best.config, base):
+        best = scene.best() or best
+        own = {name: base[name] for name in group if name in base}
+        reverted = scene.space.config(own, best.config)
+        if scene.row_of(reverted) is not None or not scene.space.admits(reverted):
+            continue
+        if not scene.may_measure(Stage.LOCAL):
+            return
+        told = ", ".join(group)
+        yield Ask(config=reverted, stage=Stage.LOCAL, why=f"without {told}", beat=scene.to_beat())
+
+
+def _changed_groups(config: Config, base: Config) -> list[tuple[str, ...]]:
+    """Changed knobs, those together that only make sense together, the last in the table first."""
+    changed = config.changed_from(base)
+    groups: list[tuple[str, ...]] = []
+    for name in changed:
+        depends_on_workers = name in (PREFETCH, PERSISTENT) and WORKERS in changed
+        depends_on_batch = name == ACCUMULATION and BATCH in changed
+        if not depends_on_workers and not depends_on_batch:
+            groups.append((BATCH, ACCUMULATION) if name == BATCH else (name,))
+    return groups[::-1]
+
+
+def notches(values: tuple[Value, ...], current: Value, *, up_first: bool = False) -> list[Value]:
+    """The values next to the current one."""
+    ordered = sorted(values, key=whole)
+    below = [value for value in ordered if whole(value) < whole(current)][-1:]
+    above = [value for value in ordered if whole(value) > whole(current)][:1]
+    return [*above, *below] if up_first else [*below, *above]
