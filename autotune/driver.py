@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any, Protocol
 
 from autotune import exporters, pareto, scene, search, space, store, telemetry
-from autotune.errors import NothingRanError, OptionError, ResumeError, StoppedError
+from autotune.budget import Budget, probed
+from autotune.errors import NothingRanError, StoppedError
 from autotune.knobs import check_values, environment_of
 from autotune.launcher import Launcher
 from autotune.metrics import rate
 from autotune.options import Checked, Options, checked
 from autotune.report.verdict import summary
+from autotune.runfolder import (
+    check_machine,
+    earlier_run,
+    new_folder,
+    point_latest,
+    run_content,
+)
 from autotune.source import third_party_imports
 from autotune.state import (
     RunState,
-    answer_content,
-    read_content,
     write_answer,
     write_diagnosis,
 )
@@ -36,7 +34,6 @@ from autotune.types import (
     Config,
     Failure,
     Label,
-    Machine,
     Measurement,
     ModelFacts,
     ProbeSpec,
@@ -51,13 +48,7 @@ from autotune.types import (
 )
 
 STOCK_FILE = "samples.pkl"
-WRITING_S = 1.0
-"""Kept back from the budget for the files at its end."""
-FINALS_RESERVED = 6
-"""Baseline and one finalist, three times each."""
-FIRST_PROBE_S = 4.0
-"""What a probe is taken to cost before one has run."""
-LEAST_TIMEOUT_S = 20.0
+NOTHING_PAYS = "nothing more can pay"
 SAME_FAULT = 3
 """Failures of the first probes, all with one cause, that end the run."""
 
@@ -116,8 +107,8 @@ def tune(
         StoppedError: If a signal came; the rows and the best so far are in the folder.
     """
     known = checked(options)
-    earlier = _earlier(resume, known, force=force) if resume else None
-    folder = resume.resolve() if resume else _new_folder(known)
+    earlier = earlier_run(resume, known, force=force) if resume else None
+    folder = resume.resolve() if resume else new_folder(known)
     launcher = Launcher(
         known.model,
         seed=options.seed,
@@ -130,7 +121,7 @@ def tune(
         keys, goal = _checked_with_file(known, facts)
         machine = telemetry.machine(launcher.settle())
         if earlier is not None:
-            _same_machine(earlier, machine, force=force)
+            check_machine(earlier, machine, force=force)
         state = RunState(
             checked=known, folder=folder, machine=machine, model_facts=facts, keys=keys
         )
@@ -157,8 +148,9 @@ class Job:
         self.goal = goal
         self.stop = stop
         self.fresh = False
-        self._started = started
-        self._spent_before = 0.0
+        self.budget = Budget(
+            state.checked.budget_s, state.checked.options.max_probes, state.trials, started
+        )
         self._stored: deque[Trial] = deque()
         self._store: store.Store | None = None
 
@@ -190,10 +182,10 @@ class Job:
         self._store = store.Store(folder, self.state.checked.objectives)
         if resumed:
             self._stored = deque(self._store.trials())
-            self.state.trials = list(self._stored)
-            self._spent_before = sum(trial.probe_s for trial in self._stored)
+            self.state.trials.extend(self._stored)
+            self.budget.spent_before_s = sum(trial.probe_s for trial in self._stored)
         self._write_run("running")
-        _point_latest(folder)
+        point_latest(folder)
         if reason := self.launcher.fallback:
             self._note(f"each probe builds model and dataset itself: {reason}")
         if (self.state.checked.options.devices or 1) > 1:
@@ -216,7 +208,7 @@ class Job:
             objective=state.checked.objectives[0],
             limits=state.checked.limits,
             seed=state.checked.options.seed,
-            affords=self.affords,
+            affords=self.budget.affords,
             ambiguous=self._is_ambiguous,
             answer=self._answer_so_far,
             trials=state.trials,
@@ -228,9 +220,7 @@ class Job:
         )
         self._say_price(baseline)
         self._drive(search.plan(state.checked.options.sampler, view))
-        state.stopped_because = state.stopped_because or (
-            "the budget ended" if self.left_s() <= 2 * WRITING_S else "nothing more can pay"
-        )
+        state.stopped_because = state.stopped_because or self.budget.turned_down or NOTHING_PAYS
 
     def _inspect(self) -> WorkloadFacts:
         """Run the inspecting probe; where a fork may be to blame, again from scratch."""
@@ -273,7 +263,7 @@ class Job:
 
     def _say_price(self, baseline: Trial) -> None:
         cost = max(baseline.probe_s, 0.1)
-        count = int(self.left_s() / cost)
+        count = int(self.budget.left_s / cost)
         self.listener.note(f"a probe costs about {cost:.1f} s; the budget pays for about {count}")
 
     # --- the loop ---
@@ -295,7 +285,7 @@ class Job:
         if (earlier := self._take_stored(ask)) is not None:
             return earlier
         self.stop.check()
-        self.listener.asks(ask, self.left_s())
+        self.listener.asks(ask, self.budget.left_s)
         number = self._next_number()
         folder = self.state.folder / "probes" / f"{number:04d}-{ask.config.key}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -362,7 +352,7 @@ class Job:
             min_blocks=blocks,
             want=want,
             beat=ask.beat,
-            timeout_s=self._timeout_s(ask),
+            timeout_s=self.budget.timeout_s(ask.stage),
             cpus=self.state.machine.cpus,
             delivered_batch=self._delivered(),
         )
@@ -383,55 +373,10 @@ class Job:
                 return str(path) if path.exists() else None
         return None
 
-    # --- time ---
-
-    def left_s(self) -> float:
-        """Seconds of the budget that are left."""
-        spent = time.monotonic() - self._started + self._spent_before
-        return self.state.checked.budget_s - spent
-
-    def affords(self, stage: Stage, count: int) -> bool:
-        """Whether so many more probes of the stage can be paid for."""
-        if not self._counts_allow(stage, count):
-            return False
-        reserve = WRITING_S
-        if stage not in (Stage.FINAL, Stage.PATH):
-            reserve += min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self._half_budget_s())
-        return self.left_s() >= reserve + count * self._cost_s(stage)
-
-    def _counts_allow(self, stage: Stage, count: int) -> bool:
-        most = self.state.checked.options.max_probes
-        if most is None:
-            return True
-        launched = len([t for t in self._probed() if t.stage is not Stage.INSPECT])
-        kept_back = 0 if stage in (Stage.FINAL, Stage.PATH) else min(FINALS_RESERVED, most // 2)
-        return launched + count + kept_back <= most
-
-    def _half_budget_s(self) -> float:
-        return self.state.checked.budget_s / 2
-
-    def _cost_s(self, stage: Stage) -> float:
-        """What a probe of the stage cost so far, or what the baseline did."""
-        same = [t.probe_s for t in self._probed() if t.stage is stage and t.ok]
-        baseline = [t.probe_s for t in self._probed() if t.stage is Stage.BASELINE]
-        return median(same or baseline or [FIRST_PROBE_S])
-
-    def _timeout_s(self, ask: scene.Ask) -> float:
-        """Several times what it should cost, and never beyond the deadline."""
-        if ask.stage in (Stage.INSPECT, Stage.BASELINE):
-            return max(1.0, self.left_s() - WRITING_S)
-        known = [t.probe_s for t in self._probed() if t.ok and t.end_to_end]
-        usual = max(known, default=FIRST_PROBE_S)
-        return max(1.0, min(self.left_s() - WRITING_S, max(LEAST_TIMEOUT_S, 5 * usual)))
-
-    def _probed(self) -> list[Trial]:
-        return [
-            t for t in self.state.trials if t.status not in (Status.NOT_APPLICABLE, Status.SKIPPED)
-        ]
-
     def _is_hopeless(self) -> bool:
         """Whether everything so far failed for the same reason."""
-        ran = [t for t in self._probed() if t.stage is not Stage.INSPECT and t.sink is Sink.TRAIN]
+        trials = probed(self.state.trials)
+        ran = [t for t in trials if t.stage is not Stage.INSPECT and t.sink is Sink.TRAIN]
         if len(ran) < SAME_FAULT or any(t.ok for t in ran):
             return False
         return len({(t.status, t.reason) for t in ran}) == 1
@@ -470,7 +415,7 @@ class Job:
 
     def _finish(self) -> None:
         state = self.state
-        state.tuning_s = time.monotonic() - self._started + self._spent_before
+        state.tuning_s = self.budget.spent_s
         state.answer = self._decide()
         front = pareto.front(list(pareto.pool(state.trials).values()), state.checked.objectives)
         store.write_tables(state.folder, state.trials, front)
@@ -489,7 +434,8 @@ class Job:
         """What an interrupted run leaves, if nothing was verified yet."""
         if self.state.answer is not None and not self.state.answer.keep:
             return None
-        fit = [t for t in self._probed() if t.ok and t.end_to_end and t.stage is not Stage.INSPECT]
+        trials = probed(self.state.trials)
+        fit = [t for t in trials if t.ok and t.end_to_end and t.stage is not Stage.INSPECT]
         objective = self.state.checked.objectives[0]
         values = {t.config: objective.compute(t.measurement) for t in fit if t.measurement}
         known = {config: value for config, value in values.items() if value is not None}
@@ -504,55 +450,7 @@ class Job:
         )
 
     def _write_run(self, status: str) -> None:
-        state = self.state
-        known = state.checked
-        content = {
-            "schema": 1,
-            "status": status,
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "folder": os.getcwd(),
-            "model": {**asdict(known.model), "sha256": file_hash(known.model.path)},
-            "options": asdict(known.options),
-            "machine": asdict(state.machine),
-            "versions": versions(),
-            "space": {
-                "name": known.options.space,
-                "overrides": list(known.options.overrides),
-                "choices": {n: c.values for n, c in known.request.choices.items()},
-                "baseline": None if state.space is None else dict(state.baseline),
-                "values": None if state.space is None else _listed(state.space),
-                "global_batch": self.goal.size,
-            },
-            "current": state.model_facts.current,
-            "keys": state.keys,
-            "unit": state.model_facts.unit,
-            "workload": None if state.space is None else asdict(state.space.facts),
-            "notes": state.notes,
-            "answer": answer_content(state),
-        }
-        store.write_run(state.folder, content)
-
-
-def file_hash(path: str) -> str:
-    """SHA-256 of a file's bytes."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("autotune-torch", "torch", "optuna", "numpy", "lightning", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _listed(known: space.Space) -> dict[str, Any]:
-    most = 40  # a held global batch allows every accumulation: of no use to a reader
-    return {name: values[:most] for name, values in known.values.items()}
+        store.write_run(self.state.folder, run_content(self.state, self.goal, status))
 
 
 def _labels(measurement: Measurement | None) -> tuple[Label, ...]:
@@ -571,72 +469,6 @@ def _checked_with_file(known: Checked, facts: ModelFacts) -> tuple[Mapping[str, 
     goal = space.goal_of(known.options.global_batch, facts.current)
     space.check_goal(goal, known.request)
     return keys, goal
-
-
-def _new_folder(known: Checked) -> Path:
-    """The run's folder, not yet made.
-
-    Raises:
-        OptionError: If it holds another run, or nothing can be written there.
-    """
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    given = known.options.output
-    folder = Path(given) if given else Path("results") / f"{known.model.name}-{stamp}"
-    folder = folder.expanduser().absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OptionError(
-            f"--output {folder}: is not an empty folder; choose another, or --resume it"
-        )
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise OptionError(f"--output {folder}: {existing} is not writable")
-    return folder
-
-
-def _earlier(folder: Path, known: Checked, *, force: bool) -> Mapping[str, Any]:
-    content = read_content(folder)
-    if content["model"]["sha256"] != file_hash(known.model.path) and not force:
-        raise ResumeError(
-            f"{known.model.path} has changed since {folder} was measured; "
-            "start a new run, or go on all the same with --force"
-        )
-    return content
-
-
-def _same_machine(earlier: Mapping[str, Any], machine: Machine, *, force: bool) -> None:
-    """The machine is its accelerators, driver, torch and CPU count, not its name."""
-    then, now = earlier["machine"], asdict(machine)
-    changed = [
-        f"{name}: {_shown(then.get(name))} then, {_shown(now[name])} now"
-        for name in ("devices", "driver_major", "torch", "cpus")
-        if list(_tuple(then.get(name))) != list(_tuple(now[name]))
-    ]
-    if changed and not force:
-        raise ResumeError(
-            f"the machine has changed ({'; '.join(changed)}); "
-            "start a new run, or go on all the same with --force"
-        )
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(str(entry) for entry in _tuple(value)) or "none"
-
-
-def _point_latest(folder: Path) -> None:
-    """results/latest points at the newest run; where links cannot be made, nothing does."""
-    latest = folder.parent / "latest"
-    if latest.exists() and not latest.is_symlink():
-        return
-    part = folder.parent / f".latest.{os.getpid()}"
-    try:
-        part.symlink_to(folder.name)
-        part.replace(latest)
-    except OSError:
-        part.unlink(missing_ok=True)
 
 
 def _why_nothing_ran(state: RunState) -> str:

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ STOCK_BYTES = 256 * 1024**2
 STOCK_LEAST = 512
 STOCK_FILE = "samples.pkl"
 PROBED_SAMPLES = 4
+WORKERS_ONLY = ("prefetch_factor", "persistent_workers")
 SPLIT_TOLERANCE = 1e-4
 
 
@@ -39,11 +40,11 @@ def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
     refused: dict[str, str] = {}
     notes: list[str] = []
     device = torch.device(spec.device)
-    delivered, batch_bytes = _first_batch(workload, setup, spec, refused)
     if workload.iterable:
         refused.update(_sharding(workload, setup))
-    # Last of what reads data: a dataset may open its files at the first sample, and workers
-    # forked after that would share them.
+    # What reads in this process comes last: a dataset may open its files at the first sample,
+    # and workers forked after that would share them.
+    delivered, batch_bytes = _first_batch(workload, setup, spec, refused)
     samples, sample_s = _stock(workload, setup, spec)
     train = Train(workload, setup, device)
     exact = _splits_exactly(workload, setup, samples, train)
@@ -79,7 +80,8 @@ def _first_batch(
     workload: Workload, setup: Setup, spec: ProbeSpec, refused: dict[str, str]
 ) -> tuple[float, int]:
     """Samples and bytes of a delivered batch; refuses the knobs that the loader ignores."""
-    source = LoaderSource(workload, setup, spec)
+    # Read without workers: a baseline whose workers hang is a row, not the end of the run.
+    source = LoaderSource(workload, _without_workers(setup), spec)
     source.start()
     batch = source.draw()
     delivered = source.consumed
@@ -89,9 +91,11 @@ def _first_batch(
         for name in LOADER_ARGUMENTS:
             if name not in names and name not in ("shuffle", "drop_last"):
                 refused[_knob_of(name)] = f"build_loader takes no {name}"
-        if source.loader.num_workers != setup.workers:
+        asked = {**setup.loader, "num_workers": setup.workers + 1}
+        workers = workload.loader(asked, torch.Generator()).num_workers
+        if workers != setup.workers + 1:
             refused["loader.num_workers"] = (
-                f"build_loader uses {source.loader.num_workers} workers whatever it is asked for"
+                f"build_loader uses {workers} workers whatever it is asked for"
             )
         size = _delivered_size(batch, delivered, workload)
         if size != setup.batch_size and _length(workload) not in (None, delivered):
@@ -100,6 +104,11 @@ def _first_batch(
                 "take batch_size in build_loader"
             )
     return float(delivered), size_bytes(batch)
+
+
+def _without_workers(setup: Setup) -> Setup:
+    loader = {name: setup.loader[name] for name in setup.loader if name not in WORKERS_ONLY}
+    return replace(setup, loader={**loader, "num_workers": 0})
 
 
 def _delivered_size(batch: Any, delivered: int, workload: Workload) -> int:

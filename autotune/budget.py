@@ -1,0 +1,93 @@
+"""The budget: how much time and how many probes are left, and what they are kept for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from autotune.types import REFUSED, Stage, Trial
+
+WRITING_S = 1.0
+"""Kept back for the files at the end."""
+FINALS_RESERVED = 6
+"""Baseline and one finalist, three times each."""
+FIRST_PROBE_S = 4.0
+"""What a probe is taken to cost before one has run."""
+LEAST_TIMEOUT_S = 20.0
+CLOSING = frozenset({Stage.FINAL, Stage.PATH})
+"""Stages that the reserve is there for."""
+
+
+def probed(trials: Sequence[Trial]) -> list[Trial]:
+    """The rows for which something ran."""
+    return [trial for trial in trials if trial.status not in REFUSED]
+
+
+class Budget:
+    """Time and probes of one run.
+
+    Args:
+        total_s: Seconds that the run may take.
+        most: Probes that may be launched, the inspecting one apart; None for any number.
+        trials: The run's rows, which grow while it goes on.
+        started_s: When it began, on the monotonic clock.
+    """
+
+    def __init__(
+        self, total_s: float, most: int | None, trials: Sequence[Trial], started_s: float
+    ) -> None:
+        self.total_s = total_s
+        self.turned_down = ""
+        """Why something that was worth a probe was not given one."""
+        self.spent_before_s = 0.0
+        """What an interrupted run had spent already."""
+        self._most = most
+        self._trials = trials
+        self._started_s = started_s
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds spent, those of an interrupted run included."""
+        return time.monotonic() - self._started_s + self.spent_before_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left."""
+        return self.total_s - self.spent_s
+
+    def affords(self, stage: Stage, count: int) -> bool:
+        """Whether so many more probes of the stage can be paid for, the finals' share kept."""
+        if not self._counts_allow(stage, count):
+            self.turned_down = "--max-probes allows no more probes"
+            return False
+        reserve_s = WRITING_S
+        if stage not in CLOSING:
+            reserve_s += min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
+        if self.left_s >= reserve_s + count * self._cost_s(stage):
+            return True
+        self.turned_down = "the budget pays for no more probes"
+        return False
+
+    def timeout_s(self, stage: Stage) -> float:
+        """Several times what a probe should cost, and never beyond the deadline."""
+        ran = [trial.probe_s for trial in probed(self._trials) if trial.ok]
+        usual_s = max(ran, default=FIRST_PROBE_S)
+        limit_s = max(LEAST_TIMEOUT_S, 5 * usual_s)
+        if stage in (Stage.INSPECT, Stage.BASELINE):
+            limit_s = max(limit_s, self.total_s / 3)
+        return max(1.0, min(self.left_s - WRITING_S, limit_s))
+
+    def _counts_allow(self, stage: Stage, count: int) -> bool:
+        if self._most is None:
+            return True
+        launched = sum(trial.stage is not Stage.INSPECT for trial in probed(self._trials))
+        kept_back = 0 if stage in CLOSING else min(FINALS_RESERVED, self._most // 2)
+        return launched + count + kept_back <= self._most
+
+    def _cost_s(self, stage: Stage) -> float:
+        """What a probe of the stage cost so far, or what the baseline did."""
+        ran = probed(self._trials)
+        same = [trial.probe_s for trial in ran if trial.stage is stage and trial.ok]
+        baseline = [trial.probe_s for trial in ran if trial.stage is Stage.BASELINE]
+        return median(same or baseline or [FIRST_PROBE_S])
