@@ -24,6 +24,9 @@ def run(arguments: list[str]) -> int:
     except StoppedError as interrupted:
         sys.stderr.write(f"autotune: {interrupted}\n")
         return 128 + interrupted.signal_number
+    except KeyboardInterrupt:
+        sys.stderr.write("autotune: interrupted\n")
+        return 130
     except AutotuneError as error:
         sys.stderr.write(f"autotune: {error}\n")
         return 1

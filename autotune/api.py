@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autotune import driver, store
 from autotune.diagnosis import diagnose
@@ -12,6 +12,7 @@ from autotune.exporters import EXPORTERS
 from autotune.options import Options
 from autotune.pareto import Answer, front, pool
 from autotune.report import verdict
+from autotune.runfolder import new_run
 from autotune.state import RunState, load_state
 from autotune.types import Config, Estimate, Finding
 
@@ -149,9 +150,21 @@ def tune(model: str | Path, *overrides: str, **options: object) -> Run:
     known = set(Options.__dataclass_fields__) - {"model", "overrides"}
     if unknown := sorted(set(options) - known):
         raise OptionError(f"unknown options {unknown}; known: {', '.join(sorted(known))}")
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    asked = Options(model=str(model), overrides=overrides, **given)  # type: ignore[arg-type]
-    return Run(driver.tune(asked, _Silent()))
+    given: dict[str, Any] = {name: _as_written(name, value) for name, value in options.items()}
+    asked = Options(model=str(model), overrides=overrides, **given)
+    return Run(driver.tune(new_run(asked), _Silent()))
+
+
+def _as_written(name: str, value: object) -> object:
+    """An option's value as the command line would have it: a notebook has numbers and lists."""
+    if name == "no_reuse" or value is None:
+        return value
+    if name in ("max_probes", "devices", "seed"):
+        if not isinstance(value, int):
+            raise OptionError(f"{name}={value!r}: must be a whole number")
+        return value
+    words = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+    return tuple(words) if name == "limits" else ",".join(words)
 
 
 def load_run(folder: str | Path) -> Run:

@@ -12,8 +12,6 @@ WRITING_S = 1.0
 """Kept back for the files at the end."""
 FINALS_RESERVED = 6
 """Baseline and one finalist, three times each."""
-FIRST_PROBE_S = 4.0
-"""What a probe is taken to cost before one has run."""
 LEAST_TIMEOUT_S = 20.0
 CLOSING = frozenset({Stage.FINAL, Stage.PATH})
 """Stages that the reserve is there for."""
@@ -56,14 +54,17 @@ class Budget:
         """Seconds left."""
         return self.total_s - self.spent_s
 
+    @property
+    def unit_s(self) -> float:
+        """The timed window of a simple probe: the shorter the budget, the shorter."""
+        return min(max(self.total_s / 60, 0.5), 5.0)
+
     def affords(self, stage: Stage, count: int) -> bool:
         """Whether so many more probes of the stage can be paid for, the finals' share kept."""
         if not self._counts_allow(stage, count):
             self.turned_down = "--max-probes allows no more probes"
             return False
-        reserve_s = WRITING_S
-        if stage not in CLOSING:
-            reserve_s += min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
+        reserve_s = WRITING_S + self._finals_s(stage)
         if self.left_s >= reserve_s + count * self._cost_s(stage):
             return True
         self.turned_down = "the budget pays for no more probes"
@@ -72,8 +73,8 @@ class Budget:
     def timeout_s(self, stage: Stage) -> float:
         """Several times what a probe should cost, and never beyond the deadline."""
         ran = [trial.probe_s for trial in probed(self._trials) if trial.ok]
-        usual_s = max(ran, default=FIRST_PROBE_S)
-        limit_s = max(LEAST_TIMEOUT_S, 5 * usual_s)
+        usual_s = max(ran, default=self._first_probe_s)
+        limit_s = max(min(LEAST_TIMEOUT_S, self.total_s / 4), 5 * usual_s)
         if stage in (Stage.INSPECT, Stage.BASELINE):
             limit_s = max(limit_s, self.total_s / 3)
         return max(1.0, min(self.left_s - WRITING_S, limit_s))
@@ -85,9 +86,25 @@ class Budget:
         kept_back = 0 if stage in CLOSING else min(FINALS_RESERVED, self._most // 2)
         return launched + count + kept_back <= self._most
 
+    def _finals_s(self, stage: Stage) -> float:
+        """What the finals' share is; without a candidate there is nothing to repeat."""
+        if stage in CLOSING:
+            return 0.0
+        measured = {trial.stage for trial in self._trials if trial.ok and trial.end_to_end}
+        if stage is Stage.VERIFY and not measured - {Stage.INSPECT, Stage.BASELINE}:
+            return 0.0
+        if not measured - {Stage.INSPECT}:
+            return self._cost_s(Stage.VERIFY)  # one number at all comes before certainty
+        return min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
+
     def _cost_s(self, stage: Stage) -> float:
         """What a probe of the stage cost so far, or what the baseline did."""
-        ran = probed(self._trials)
-        same = [trial.probe_s for trial in ran if trial.stage is stage and trial.ok]
+        ran = [trial for trial in probed(self._trials) if trial.ok]
+        same = [trial.probe_s for trial in ran if trial.stage is stage]
         baseline = [trial.probe_s for trial in ran if trial.stage is Stage.BASELINE]
-        return median(same or baseline or [FIRST_PROBE_S])
+        return median(same or baseline or [self._first_probe_s])
+
+    @property
+    def _first_probe_s(self) -> float:
+        """What a probe is taken to cost before one has run."""
+        return 2 * self.unit_s + 0.5

@@ -10,30 +10,30 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.knobs import KNOBS, Family
+from autotune.knobs import KNOBS, MOST_WORKERS, Family
 from autotune.metrics import rate, restart_s_per_sample
 from autotune.scene import Ask, Plan, Scene, device_ask, speed_of
 from autotune.space import ACCUMULATION, BATCH, PERSISTENT, THREADS, WAIT_POLICY, WORKERS
-from autotune.types import Config, Estimate, Sink, Stage, Trial, Value, whole
+from autotune.types import Config, Estimate, Sink, Stage, Status, Trial, Value, whole
 
 HEADROOM = 1.25
 """A loader this much faster than the device costs the device nothing (METHODS 2.1)."""
-ROOM_TO_GROW = 2.0
-"""What the device ladder may still add before the loader ladder is looked at again."""
+LEAP = 8
+"""How many times more workers are tried at once, where the rates so far ask for that many."""
 SLACK = 0.03
 """What a bound is widened by before anything is dropped because of it."""
 WORTH = 1.02
 """A step of a ladder that gains less ends the ladder."""
 MORE_WORKERS_WORTH = 1.10
 """A doubling of the workers that gains less ends the ladder."""
-BUSY_WORKER = 0.85
-"""Share of a core above which a worker does not wait any more."""
 RESTART_MATTERS = 0.005
 """Share of an epoch's time above which workers are kept from epoch to epoch."""
 IDLE_DEVICE = 1.5
 """A device this much faster than the loader gains nothing by being faster still."""
 IDLE_CPU = 4.0
 """The same on a CPU, where a cheaper step leaves its cores to the loader."""
+IDLE_IN_TURNS = 50.0
+"""The same without workers: loading and stepping take turns, and every faster step is a gain."""
 DOWNWARD = 3
 """Micro-batches below the user's own that are tried when larger ones do not pay."""
 
@@ -58,6 +58,9 @@ class Ceilings:
         """The device setting that the search goes on with."""
         self.loader: dict[int, Trial] = {}
         self.device: dict[Config, Estimate] = {}
+        self._fails_from = MOST_WORKERS + 1
+        """The fewest workers that are known to fail."""
+        self._device_matters = False
 
     @property
     def own_workers(self) -> int:
@@ -66,69 +69,124 @@ class Ceilings:
 
     def first_look(self) -> Plan:
         """Both halves as they are: which one holds the other back."""
-        yield from self._loader_probe(self.own_workers)
-        yield from self._device_probe(self.start, "your settings")
+        if self._own_workers_hang():
+            self._fails_from = 1
+        elif self.scene.affords(Stage.LOADER, 1):
+            yield from self._loader_probe(self.own_workers)
+        if self.scene.affords(Stage.DEVICE, 1):
+            yield from self._device_probe(self.start, "as now")
+
+    def _own_workers_hang(self) -> bool:
+        """Whether the baseline has shown it already: a second wait would tell nothing new."""
+        row = self.scene.row_of(self.start)
+        return bool(self.own_workers and row is not None and row.status is Status.TIMEOUT)
 
     # --- the loader: workers until the device is fed with something to spare ---
 
-    def loader_ladder(self, room: float) -> Plan:
-        """Worker counts upward until the device is fed, or more of them gain nothing.
-
-        Args:
-            room: How many times faster the device may still become.
-        """
-        if WORKERS not in self.scene.space.searched() or self._loader_cannot_pay(room):
+    def loader_ladder(self) -> Plan:
+        """Worker counts until the device is fed, or more of them gain nothing."""
+        if WORKERS not in self.scene.space.searched() or self._loader_cannot_pay():
             return
-        if self.own_workers not in self.loader and self.own_workers != 0:
+        if self.base not in self.device and self.scene.best() is None:
+            return  # nothing is known to train: there is nothing to feed
+        if 0 not in self.loader and 0 in self.scene.space.values[WORKERS]:
+            if not self.scene.affords(Stage.LOADER, 1):
+                return
             yield from self._loader_probe(0)
-        for workers in self._worker_counts():
-            if self._is_fed(workers, room) or not self.scene.affords(Stage.LOADER, 1):
+        while (workers := self._next_workers()) is not None:
+            if not self.scene.affords(Stage.LOADER, 1):
                 return
-            if workers in self.loader:
-                continue
             yield from self._loader_probe(workers)
-            if workers not in self.loader:
-                return
 
-    def _worker_counts(self) -> list[int]:
-        return [whole(count) for count in self.scene.space.values[WORKERS] if count]
+    def _next_workers(self) -> int | None:
+        """As many as the rates so far say are needed, then the fewest that may be enough."""
+        if not self.loader:
+            return None
+        counts = [whole(count) for count in self.scene.space.values[WORKERS] if count]
+        counts = [count for count in counts if self.may_run(count)]
+        most = max(self.loader)
+        more = [count for count in counts if most < count <= self._most_sensible(most)]
+        if more and not self.feeds(most) and self._still_grows():
+            return next((count for count in more if count >= self._needed()), more[-1])
+        least, known = self._fewest_enough(), self._smallest_known_enough()
+        return next((c for c in counts if least <= c < known and c not in self.loader), None)
 
-    def _is_fed(self, workers: int, room: float) -> bool:
-        """Whether this many workers cannot do better than fewer of them did."""
-        fewer = sorted(count for count in self.loader if 0 < count < workers)
-        if not fewer:
-            return False
-        last = fewer[-1]
+    def may_run(self, workers: int) -> bool:
+        """Whether nothing is known against so many workers."""
+        return workers < self._fails_from
+
+    def feeds(self, workers: int) -> bool:
+        """Whether so many workers are known to keep the device busy, with something to spare."""
         device = self.device.get(self.base)
-        if device is not None and self.rate(last).low >= HEADROOM * room * device.high:
-            return True
-        if len(fewer) < 2:
+        if device is None or not workers or workers not in self.loader:
             return False
-        grew = self.rate(last).value / self.rate(fewer[-2]).value
-        past_cores = workers > self.scene.space.machine.cpus
-        return grew < MORE_WORKERS_WORTH or (past_cores and self._worker_share(last) > BUSY_WORKER)
+        return self.rate(workers).value >= HEADROOM * device.value
+
+    def _still_grows(self) -> bool:
+        """Whether each doubling of the last step to more workers gained something."""
+        known = sorted(self.loader)
+        if len(known) < 2 or known[-1] == 1:
+            return True
+        doublings = math.log2(known[-1] / max(known[-2], 1))
+        grew = self.rate(known[-1]).value / self.rate(known[-2]).value
+        return grew >= math.pow(MORE_WORKERS_WORTH, doublings)
+
+    def _most_sensible(self, workers: int) -> float:
+        """A leap at most; and of workers that compute no more than there are cores for."""
+        cores = self.scene.space.machine.cpus / max(self._worker_share(workers), 0.01)
+        return min(LEAP * max(workers, 1), max(round(cores), workers))
 
     def _worker_share(self, workers: int) -> float:
-        """How much of its core each worker uses: one that waits leaves it to others."""
+        """How much of a core each loading process uses: one that waits leaves it to others."""
         measured = self.loader[workers].measurement
         assert measured is not None
         seconds = (measured.end_ns - measured.start_ns) / 1e9
-        cores = min(workers, self.scene.space.machine.cpus)
-        return (measured.worker_cpu_s or 0.0) / max(seconds, 1e-9) / cores
+        used_s = measured.worker_cpu_s if workers else measured.cpu_s
+        return (used_s or 0.0) / max(seconds, 1e-9) / max(workers, 1)
 
-    def _loader_cannot_pay(self, room: float) -> bool:
+    def _needed(self) -> float:
+        """Workers that would feed the device, did each add what those of the most known do."""
+        device, most = self.device.get(self.base), max(self.loader)
+        each = self.rate(most).value / max(most, 1)
+        return math.inf if device is None else HEADROOM * device.value / each
+
+    def _enough(self, device: Estimate | None) -> float:
+        """Samples/s that feed the device, or as near to it as any number of workers surely came."""
+        fastest = max(self.rate(workers).low for workers in self.loader) / WORTH
+        return fastest if device is None else min(HEADROOM * device.value, fastest)
+
+    def _fewest_enough(self) -> float:
+        """Fewer workers than this cannot be enough: none makes more than the best one known."""
+        each = max(self.rate(workers).value / max(workers, 1) for workers in self.loader)
+        return self._enough(self.device.get(self.base)) / (each * (1 + SLACK))
+
+    def _smallest_known_enough(self) -> int:
+        enough = self._enough(self.device.get(self.base))
+        known = (count for count in self.loader if count and self.rate(count).value >= enough)
+        return min(known, default=0)
+
+    def _loader_cannot_pay(self) -> bool:
         """Skip the family, and say so, when the device is the limit by far."""
         device = self.device.get(self.base)
         if device is None or self.own_workers not in self.loader:
             return False
-        loader = self.rate(self.own_workers)
-        # Without workers loading and training take turns: loading costs its share in full.
-        fed = loader.low if self.own_workers else 1 / (1 / device.low + 1 / loader.low)
-        gain = max(0.0, room * device.high / fed - 1)
+        gain = max(0.0, device.high / self._made_with_own_loader(device) - 1)
         if gain >= WORTH - 1:
             return False
         self.scene.leave_out(f"loader settings can gain at most {100 * gain:.1f} %: not searched")
         return True
+
+    def _made_with_own_loader(self, device: Estimate) -> float:
+        """Samples/s with the loader as it is: measured, or what the two halves should make."""
+        row = self.scene.row_of(self.base)
+        measured = None if row is None else speed_of(row)
+        if measured is not None:
+            return measured.value
+        loader = self.rate(self.own_workers)
+        if self.own_workers:
+            return loader.low
+        # Without workers loading and training take turns: loading costs its share in full.
+        return 1 / (1 / device.high + 1 / loader.low)
 
     def _loader_probe(self, workers: int) -> Plan:
         trial = yield Ask(
@@ -139,6 +197,9 @@ class Ceilings:
         )
         if trial.ok and trial.measurement is not None and rate(trial.measurement) is not None:
             self.loader[workers] = trial
+        elif workers:
+            # One that hangs will hang in any company; what dies may only lack memory.
+            self._fails_from = 1 if trial.status is Status.TIMEOUT else workers
 
     def rate(self, workers: int) -> Estimate:
         """The loader's ceiling with so many workers, samples/s."""
@@ -152,7 +213,8 @@ class Ceilings:
 
     def device_ladder(self) -> Plan:
         """Micro-batches, then each compute knob by itself; what gains is kept."""
-        if self._device_cannot_pay():
+        self._device_matters = not self._device_cannot_pay()
+        if not self._device_matters:
             return
         yield from self._batches()
         self.base = self._smallest_near_best()
@@ -164,8 +226,7 @@ class Ceilings:
         if device is None or not self.loader:
             return False
         fastest = max(self.rate(workers).value for workers in self.loader)
-        idle = IDLE_CPU if self.scene.space.machine.on_cpu else IDLE_DEVICE
-        if device.value < idle * fastest:
+        if device.value < self._idle() * fastest:
             return False
         self.scene.leave_out(
             f"batch and precision: the device alone is {device.value / fastest:.1f}x as fast as "
@@ -173,18 +234,36 @@ class Ceilings:
         )
         return True
 
+    def _idle(self) -> float:
+        """How much faster than the loader the device must be for its speed not to matter."""
+        if not any(self.loader):
+            return IDLE_IN_TURNS
+        return IDLE_CPU if self.scene.space.machine.on_cpu else IDLE_DEVICE
+
     def _batches(self) -> Plan:
         """Upward from the user's own, downward when that does not pay."""
         own = self.scene.space.micro_batch(self.start)
-        pairs = self.scene.space.pairs()
+        pairs = self._pairs()
         down = [pair for pair in reversed(pairs) if pair[0] < own]
         if self.start in self.device:
             yield from self._climb([pair for pair in pairs if pair[0] > own])
         else:
-            yield from self._descend(down, own)
+            runs = self.scene.space.facts.step_batch or own
+            fails = min(own, 2 * runs)
+            yield from self._descend([pair for pair in down if pair[0] < fails], fails)
         if self._best_device() == self.start:
             yield from self._climb(down[:DOWNWARD])
-        yield from self._price_of_the_global_batch()
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """One accumulation for each micro-batch: what keeps the user's global batch, or little."""
+        batches = dict.fromkeys(batch for batch, _ in self.scene.space.pairs())
+        return [(batch, self._accumulation(batch)) for batch in batches]
+
+    def _accumulation(self, batch: int) -> int:
+        space = self.scene.space
+        wanted = max(1, space.global_batch(self.start) // batch)
+        allowed = {steps for size, steps in space.pairs() if space.goal.free or size == batch}
+        return min(sorted(allowed), key=lambda steps: abs(steps - wanted))
 
     def _climb(self, pairs: Iterable[tuple[int, int]]) -> Plan:
         best = self.device.get(self.start)
@@ -225,17 +304,18 @@ class Ceilings:
             middle = (low + failing) // 16 * 8
             if middle <= low:
                 return
-            config = self._with_batch(middle, whole(self.start.get(ACCUMULATION)) or 1)
+            config = self._with_batch(middle, self._accumulation(middle))
             yield from self._device_probe(config, f"micro-batch {middle}")
             if config in self.device:
                 low = middle
             else:
                 failing = middle
 
-    def _price_of_the_global_batch(self) -> Plan:
+    def price_of_the_global_batch(self) -> Plan:
         """What a larger batch would allow, where the global batch forbids it."""
         goal, facts = self.scene.space.goal, self.scene.space.facts
-        if goal.size is None or not self.device or BATCH in self.scene.space.asked:
+        matters = self._device_matters and self.device
+        if goal.size is None or not matters or BATCH in self.scene.space.asked:
             return
         largest = max(self.scene.space.micro_batch(config) for config in self.device)
         beyond = 2 * goal.size
@@ -270,8 +350,10 @@ class Ceilings:
                 self.base = best
 
     def _device_probe(self, config: Config, why: str) -> Plan:
-        known = speed_of((yield device_ask(config, f"device alone, {why}")))
-        if known is not None:
+        trial = yield device_ask(config, f"device alone, {why}")
+        known = speed_of(trial)
+        # What needs more memory than allowed is no better than what runs out of it.
+        if known is not None and self.scene.keeps(trial, "memory_gb"):
             self.device[config] = known
 
     def _with_batch(self, batch: int, steps: int) -> Config:
@@ -286,7 +368,7 @@ class Ceilings:
         if not self.scene.space.goal.free or best not in self.device:
             return best
         near = [c for c in self.device if WORTH * self.device[c].value >= self.device[best].value]
-        return min(near, key=self.scene.space.micro_batch)
+        return min(near, key=lambda c: (self.scene.space.global_batch(c), -self.device[c].value))
 
     # --- both halves together ---
 
@@ -301,7 +383,15 @@ class Ceilings:
             for device in self._device_options()
             for workers in self._loader_options(self.device[device])
         ]
-        pairs.sort(key=lambda pair: (-pair.predicted, len(pair.config.changed_from(self.start))))
+        most = max((pair.predicted for pair in pairs), default=0.0)
+
+        def in_order(pair: Candidate) -> tuple[float, int, int]:
+            # What is predicted to be as fast as the best is a tie: the simplest goes first.
+            tied = pair.predicted * WORTH >= most
+            changes = len(pair.config.changed_from(self.start))
+            return (-most if tied else -pair.predicted, changes, pair.workers)
+
+        pairs.sort(key=in_order)
         best: dict[int, Candidate] = {}
         for pair in pairs:
             best.setdefault(pair.workers, pair)
@@ -322,10 +412,9 @@ class Ceilings:
         counts = sorted(self.loader)
         if not counts:
             return [self.own_workers]
-        enough = min(HEADROOM * device.high, max(self.rate(w).value for w in counts) / WORTH)
-        fed = [w for w in counts if w and self.rate(w).value >= enough][:1]
-        own = [self.own_workers] if self.own_workers in self.loader else []
-        return list(dict.fromkeys([*fed, *own, *([] if fed or own else counts[:1])]))
+        fed = [w for w in counts if w and self.rate(w).value >= self._enough(device)][:1]
+        others = [w for w in (self.own_workers, 0) if w in self.loader]
+        return list(dict.fromkeys([*fed, *others]))
 
     def _candidate(self, device: Config, workers: int) -> Candidate:
         compute = self.device[device]

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from autotune.errors import InputError, OptionError
-from autotune.options import SAMPLERS, Options, checked
+from autotune.options import SAMPLERS, Options
+from autotune.runfolder import Order, new_run, read_content, resumed_run
+from autotune.stop import Stop
 
 if TYPE_CHECKING:
     from autotune.scene import Ask
@@ -41,20 +43,22 @@ class _Parser(argparse.ArgumentParser):
 
 def _tune(words: list[str]) -> None:
     given = _tune_parser().parse_intermixed_args(words)
-    resume = Path(given.resume) if given.resume else None
-    options = _options(given)
-    if resume is None:
-        checked(options)  # before the heavy imports: what is wrong here answers at once
-    from autotune import driver
-
-    if resume is not None:
-        options = _resumed_options(resume)
-    stop = driver.Stop()
+    stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop.request)
+    # Before the heavy imports: what is wrong here answers at once.
+    order = _order(given)
+    from autotune import driver
+
     with _listener(quiet=given.quiet) as listener:
-        state = driver.tune(options, listener, resume=resume, force=given.force, stop=stop)
+        state = driver.tune(order, listener, stop=stop)
     _show(state, quiet=given.quiet, verbose=given.verbose)
+
+
+def _order(given: argparse.Namespace) -> Order:
+    if given.resume:
+        return resumed_run(Path(given.resume), force=given.force)
+    return new_run(_options(given))
 
 
 def _show(state: RunState, *, quiet: bool, verbose: bool) -> None:
@@ -64,9 +68,9 @@ def _show(state: RunState, *, quiet: bool, verbose: bool) -> None:
 
     assert state.answer is not None
     export = state.export(state.answer.config)
-    _say(first_line(state) if quiet else f"\n{verdict(state)}")
-    if quiet and (missing := exporters.unmapped(export)):
-        _say(f"not in KEYS, set by hand: {', '.join(missing)}")
+    missing = ", ".join(exporters.unmapped(export))
+    unsaid = f"; not in KEYS, set by hand: {missing}" if missing else ""
+    _say(f"{first_line(state)}{unsaid}" if quiet else f"\n{verdict(state)}")
     if verbose:
         from autotune.store import table
 
@@ -75,10 +79,13 @@ def _show(state: RunState, *, quiet: bool, verbose: bool) -> None:
 
 
 def _options(given: argparse.Namespace) -> Options:
-    if given.model is None and not given.resume:
+    if given.model is None:
+        first = next(iter(given.overrides), "")
+        if first.isalpha():
+            raise OptionError(f"unknown command {first!r}; known: {', '.join(COMMANDS)}")
         raise OptionError(f"--model is missing: {USAGE}")
     return Options(
-        model=given.model or "",
+        model=given.model,
         space=given.space,
         overrides=tuple(given.overrides),
         budget=given.budget,
@@ -94,14 +101,6 @@ def _options(given: argparse.Namespace) -> Options:
         keys=given.keys,
         seed=given.seed,
     )
-
-
-def _resumed_options(folder: Path) -> Options:
-    """An interrupted run goes on with the options it was started with."""
-    from autotune.options import restored
-    from autotune.state import read_content
-
-    return restored(read_content(folder.resolve())).options
 
 
 def _tune_parser() -> argparse.ArgumentParser:
@@ -134,20 +133,27 @@ def _tune_parser() -> argparse.ArgumentParser:
 
 
 def _report(words: list[str]) -> None:
-    from autotune.report.verdict import verdict
-    from autotune.state import load_state
-
     parser = _Parser(prog="python -m autotune report")
     parser.add_argument("folder", type=Path, metavar="DIR")
-    state = load_state(parser.parse_args(words).folder)
+    state = _answered(parser.parse_args(words).folder)
+    from autotune.report.verdict import verdict
+
+    print(verdict(state))
+
+
+def _answered(folder: Path) -> RunState:
+    """A run with an answer; a folder that holds none is told before the heavy imports."""
+    read_content(folder.expanduser())
+    from autotune.state import load_state
+
+    state = load_state(folder)
     if state.answer is None:
         raise InputError(f"{state.folder}: this run has no answer")
-    print(verdict(state))
+    return state
 
 
 def _export(words: list[str]) -> None:
     from autotune.exporters import EXPORTERS
-    from autotune.state import load_state
     from autotune.types import write_atomically
 
     parser = _Parser(prog="python -m autotune export")
@@ -157,9 +163,8 @@ def _export(words: list[str]) -> None:
     given = parser.parse_args(words)
     if given.format not in EXPORTERS:
         raise OptionError(f"--format {given.format!r}: allowed are {', '.join(EXPORTERS)}")
-    state = load_state(given.folder)
-    if state.answer is None:
-        raise InputError(f"{state.folder}: this run has no answer to export")
+    state = _answered(given.folder)
+    assert state.answer is not None
     text = EXPORTERS[given.format].text(state.export(state.answer.config))
     if given.to is None:
         print(text)

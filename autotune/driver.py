@@ -7,35 +7,25 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from autotune import exporters, pareto, scene, search, space, store, telemetry
+from autotune import pareto, scene, search, space, store, telemetry
 from autotune.budget import Budget, probed
 from autotune.errors import NothingRanError, StoppedError
-from autotune.knobs import check_values, environment_of
+from autotune.knobs import environment_of
 from autotune.launcher import Launcher
 from autotune.metrics import rate
-from autotune.options import Checked, Options, checked
+from autotune.options import with_file
 from autotune.report.verdict import summary
-from autotune.runfolder import (
-    check_machine,
-    earlier_run,
-    new_folder,
-    point_latest,
-    run_content,
-)
+from autotune.runfolder import Order, check_machine, make_folder, point_latest, write_content
 from autotune.source import third_party_imports
-from autotune.state import (
-    RunState,
-    write_answer,
-    write_diagnosis,
-)
+from autotune.state import RunState, load_state, run_content, write_answer, write_diagnosis
+from autotune.stop import Stop
 from autotune.types import (
     Config,
     Failure,
     Label,
     Measurement,
-    ModelFacts,
     ProbeSpec,
     Sink,
     Source,
@@ -49,6 +39,8 @@ from autotune.types import (
 
 STOCK_FILE = "samples.pkl"
 NOTHING_PAYS = "nothing more can pay"
+FINISHED = "finished"
+"""What run.json calls a run that ended by itself."""
 SAME_FAULT = 3
 """Failures of the first probes, all with one cause, that end the run."""
 
@@ -69,36 +61,7 @@ class Listener(Protocol):
         """A row is finished and on disk."""
 
 
-class Stop:
-    """A wish to end the run: at once while nothing is measured yet, else between two rows.
-
-    Raising inside a write would lose a finished row; a running probe looks here often.
-    """
-
-    def __init__(self) -> None:
-        self.eager = True
-        self._signal: int | None = None
-
-    def request(self, number: int, _: object = None) -> None:
-        """The handler for SIGINT and SIGTERM."""
-        self._signal = number
-        if self.eager:
-            raise StoppedError(number)
-
-    def check(self) -> None:
-        """Raise StoppedError if a signal has come."""
-        if self._signal is not None:
-            raise StoppedError(self._signal)
-
-
-def tune(
-    options: Options,
-    listener: Listener,
-    *,
-    resume: Path | None = None,
-    force: bool = False,
-    stop: Stop | None = None,
-) -> RunState:
+def tune(order: Order, listener: Listener, *, stop: Stop | None = None) -> RunState:
     """Run the whole job and leave a run folder.
 
     Raises:
@@ -106,27 +69,35 @@ def tune(
         NothingRanError: If no probe gave a number; the rows are in the folder.
         StoppedError: If a signal came; the rows and the best so far are in the folder.
     """
-    known = checked(options)
-    earlier = earlier_run(resume, known, force=force) if resume else None
-    folder = resume.resolve() if resume else new_folder(known)
+    known = order.checked
     launcher = Launcher(
         known.model,
-        seed=options.seed,
+        seed=known.options.seed,
         preload=third_party_imports(Path(known.model.path)),
         say=listener.note,
     )
     with launcher:
         started = time.monotonic()
         facts = launcher.load()
-        keys, goal = _checked_with_file(known, facts)
+        keys, goal = with_file(known, facts.current, facts.keys)
         machine = telemetry.machine(launcher.settle())
-        if earlier is not None:
-            check_machine(earlier, machine, force=force)
+        if order.earlier is not None:
+            check_machine(order.earlier, machine, force=order.force)
+            if order.earlier["status"] == FINISHED:
+                return _finished(order.folder)
         state = RunState(
-            checked=known, folder=folder, machine=machine, model_facts=facts, keys=keys
+            checked=known, folder=order.folder, machine=machine, model_facts=facts, keys=keys
         )
         job = Job(state, launcher, listener, goal, stop=stop or Stop(), started=started)
-        return job.run(resumed=earlier is not None)
+        return job.run(resumed=order.earlier is not None)
+
+
+def _finished(folder: Path) -> RunState:
+    """A run that needs no more probes."""
+    state = load_state(folder)
+    if state.answer is None:
+        raise NothingRanError(_why_nothing_ran(state))
+    return state
 
 
 class Job:
@@ -157,7 +128,14 @@ class Job:
     def run(self, *, resumed: bool) -> RunState:
         """Inspect, search, decide, write."""
         self.stop.eager = False
-        self._open(resumed=resumed)
+        try:
+            self._open(resumed=resumed)
+            return self._run()
+        finally:
+            if self._store is not None:
+                self._store.close()
+
+    def _run(self) -> RunState:
         self.listener.begins(self.state)
         try:
             self._search()
@@ -178,12 +156,11 @@ class Job:
 
     def _open(self, *, resumed: bool) -> None:
         folder = self.state.folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._store = store.Store(folder, self.state.checked.objectives)
         if resumed:
             self._stored = deque(self._store.trials())
-            self.state.trials.extend(self._stored)
-            self.budget.spent_before_s = sum(trial.probe_s for trial in self._stored)
+            self.listener.note(f"{len(self._stored)} finished rows are kept")
         self._write_run("running")
         point_latest(folder)
         if reason := self.launcher.fallback:
@@ -216,7 +193,7 @@ class Job:
         )
         self._refuse(state.space)
         baseline = self.measure(
-            scene.Ask(config=state.baseline, stage=Stage.BASELINE, why="your config")
+            scene.Ask(config=state.baseline, stage=Stage.BASELINE, why=state.baseline_name)
         )
         self._say_price(baseline)
         self._drive(search.plan(state.checked.options.sampler, view))
@@ -240,12 +217,11 @@ class Job:
 
     def _refuse(self, known: space.Space) -> None:
         """One row for each knob or value that cannot be tried here."""
-        stored = {(t.config, t.status) for t in self._stored}
         for refusal in known.refusals:
             value = refusal.value
             changes = {} if value is None else {refusal.knob: value}
             config = known.start.but(changes)
-            if (config, Status.NOT_APPLICABLE) in stored:
+            if self._stored_refusal(config):
                 continue
             name = refusal.knob if refusal.whole or value is None else f"{refusal.knob}={value}"
             self._keep(
@@ -284,10 +260,11 @@ class Job:
         """The row of an ask: stored by an interrupted run, or measured now."""
         if (earlier := self._take_stored(ask)) is not None:
             return earlier
+        self._take_all_stored()
         self.stop.check()
         self.listener.asks(ask, self.budget.left_s)
         number = self._next_number()
-        folder = self.state.folder / "probes" / f"{number:04d}-{ask.config.key}"
+        folder = self._probe_folder(number, ask.config)
         shutil.rmtree(folder, ignore_errors=True)
         spec = self._spec(ask, folder)
         environment = environment_of(ask.config, load_time=True)
@@ -309,7 +286,8 @@ class Job:
         return trial
 
     def _next_number(self) -> int:
-        return 1 + max((trial.number for trial in self.state.trials), default=-1)
+        known = (*self.state.trials, *self._stored)
+        return 1 + max((trial.number for trial in known), default=-1)
 
     def _keep(self, trial: Trial) -> None:
         assert self._store is not None
@@ -318,17 +296,36 @@ class Job:
         self.listener.row(trial, self.state)
 
     def _take_stored(self, ask: scene.Ask) -> Trial | None:
+        """A row that an interrupted run left, as if it had just been measured."""
         for trial in self._stored:
             same = (trial.config, trial.stage, trial.source, trial.sink, trial.round)
             if same == (ask.config, ask.stage, ask.source, ask.sink, ask.round):
-                if ask.stage is Stage.INSPECT and self._stock() is None:
+                if ask.stage is Stage.INSPECT and trial.ok and not self._stock_of(trial).exists():
                     return None
-                self._stored.remove(trial)
+                self._replay(trial)
                 return trial
         return None
 
+    def _stored_refusal(self, config: Config) -> bool:
+        for trial in self._stored:
+            if trial.config == config and trial.status is Status.NOT_APPLICABLE:
+                self._replay(trial)
+                return True
+        return False
+
+    def _take_all_stored(self) -> None:
+        """What the search did not ask for again counts all the same."""
+        for trial in list(self._stored):
+            self._replay(trial)
+
+    def _replay(self, trial: Trial) -> None:
+        self._stored.remove(trial)
+        self.state.trials.append(trial)
+        # Row by row: with all of it spent at once, the search would take another way than before.
+        self.budget.spent_before_s += trial.probe_s
+
     def _spec(self, ask: scene.Ask, folder: Path) -> ProbeSpec:
-        unit = min(max(self.state.checked.budget_s / 60, 1.5), 5.0)
+        unit = self.budget.unit_s
         window_s, blocks, want = {
             Stage.LOADER: (unit, 6, 0.02),
             Stage.DEVICE: (unit, 6, 0.02),
@@ -350,6 +347,7 @@ class Job:
             stock=self._stock(),
             max_window_s=window_s,
             min_blocks=blocks,
+            block_s=min(0.25, unit / 6),
             want=want,
             beat=ask.beat,
             timeout_s=self.budget.timeout_s(ask.stage),
@@ -366,12 +364,15 @@ class Job:
 
     def _stock(self) -> str | None:
         """Where the inspecting probe left the dataset's first samples."""
-        for trial in self.state.trials:
-            if trial.stage is Stage.INSPECT and trial.ok:
-                name = f"{trial.number:04d}-{trial.config.key}"
-                path = self.state.folder / "probes" / name / STOCK_FILE
-                return str(path) if path.exists() else None
-        return None
+        inspected = [t for t in self.state.trials if t.stage is Stage.INSPECT and t.ok]
+        paths = (self._stock_of(trial) for trial in inspected)
+        return next((str(path) for path in paths if path.exists()), None)
+
+    def _stock_of(self, trial: Trial) -> Path:
+        return self._probe_folder(trial.number, trial.config) / STOCK_FILE
+
+    def _probe_folder(self, number: int, config: Config) -> Path:
+        return self.state.folder / "probes" / f"{number:04d}-{config.key}"
 
     def _is_hopeless(self) -> bool:
         """Whether everything so far failed for the same reason."""
@@ -415,6 +416,7 @@ class Job:
 
     def _finish(self) -> None:
         state = self.state
+        self._take_all_stored()
         state.tuning_s = self.budget.spent_s
         state.answer = self._decide()
         front = pareto.front(list(pareto.pool(state.trials).values()), state.checked.objectives)
@@ -428,17 +430,20 @@ class Job:
             write_diagnosis(state)
         if verified and (stock := self._stock()) is not None:
             Path(stock).unlink(missing_ok=True)
-        self._write_run("finished" if verified else "interrupted")
+        self._write_run(FINISHED if verified else "interrupted")
 
     def _best_so_far(self) -> pareto.Answer | None:
         """What an interrupted run leaves, if nothing was verified yet."""
-        if self.state.answer is not None and not self.state.answer.keep:
+        state, objective = self.state, self.state.checked.objectives[0]
+        if state.space is None or (state.answer is not None and state.answer.verified):
             return None
-        trials = probed(self.state.trials)
-        fit = [t for t in trials if t.ok and t.end_to_end and t.stage is not Stage.INSPECT]
-        objective = self.state.checked.objectives[0]
-        values = {t.config: objective.compute(t.measurement) for t in fit if t.measurement}
-        known = {config: value for config, value in values.items() if value is not None}
+        known = {
+            config: value
+            for config, point in pareto.pool(state.trials).items()
+            if state.space.admits(config)
+            and all(limit.holds(point.value(limit.metric)) for limit in state.checked.limits)
+            and (value := point.value(objective)) is not None
+        }
         if not known:
             return None
         return pareto.Answer(
@@ -450,7 +455,7 @@ class Job:
         )
 
     def _write_run(self, status: str) -> None:
-        store.write_run(self.state.folder, run_content(self.state, self.goal, status))
+        write_content(self.state.folder, run_content(self.state, self.goal, status))
 
 
 def _labels(measurement: Measurement | None) -> tuple[Label, ...]:
@@ -458,26 +463,18 @@ def _labels(measurement: Measurement | None) -> tuple[Label, ...]:
     return () if steady is None else steady.labels
 
 
-def _checked_with_file(known: Checked, facts: ModelFacts) -> tuple[Mapping[str, Any], space.Goal]:
-    """What only the imported file tells: CURRENT, KEYS, and the global batch they give."""
-    path = known.model.path
-    if facts.current is not None:
-        check_values(facts.current, f"{path}: CURRENT")
-    keys = exporters.check_keys(facts.keys, f"{path}: KEYS")
-    if known.options.keys is not None:
-        keys = exporters.read_keys(Path(known.options.keys))
-    goal = space.goal_of(known.options.global_batch, facts.current)
-    space.check_goal(goal, known.request)
-    return keys, goal
-
-
 def _why_nothing_ran(state: RunState) -> str:
     failed = [trial for trial in state.trials if trial.failure is not None]
-    if not failed:
+    ran = len(pareto.pool(state.trials))
+    if not failed and not ran:
         return "no probe could be run within the budget"
     reasons: dict[str, int] = {}
     for trial in failed:
         text = f"{trial.status}: {trial.reason}"
         reasons[text] = reasons.get(text, 0) + 1
     told = "\n".join(f"  {count} x {text}" for text, count in reasons.items())
+    if ran:
+        asked = " and ".join(["the values asked for", *map(str, state.checked.limits)])
+        why = f"no answer: of {ran} measured, none keeps {asked}"
+        return f"{why}\n{told}\nrows: {state.folder / 'trials.csv'}".replace("\n\n", "\n")
     return f"no config ran:\n{told}\nlogs: {state.folder / 'probes'}"

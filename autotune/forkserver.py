@@ -198,6 +198,7 @@ class Zygote:
         self._channel = channel
         self._model = model
         self._serves = False
+        self._complete = False
 
     def prepare(self, preload: Sequence[str], timeout_s: float, should_stop: ShouldStop) -> Message:
         """Let it import; return its report.
@@ -225,6 +226,15 @@ class Zygote:
             raise LaunchError(f"importing torch took longer than {timeout_s:g} s")
         self._serves = True
         return ready
+
+    def complete(self, timeout_s: float) -> None:
+        """Let it import, once, what its jobs need; if it cannot, the first job will tell."""
+        if self._complete:
+            return
+        self._complete = True
+        with suppress(EOFError):
+            self._channel.send({"complete": True})
+            self.server.event(timeout_s)
 
     def close(self) -> None:
         """End it with everything below it."""

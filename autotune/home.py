@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -115,6 +116,8 @@ class Home:
             return SpawnedJob(["autotune.probe", path], log, self._variables)
         parent = self._template if self._inherits(spec) else self._zygote
         assert parent is not None
+        if isinstance(parent, Zygote):
+            parent.complete(self._limits.start_s)
         return parent.server.start("probe", spec=path, log=str(log))
 
     def close(self) -> None:
@@ -135,7 +138,8 @@ class Home:
         return self._import(self._zygote)
 
     def _started(self, preload: Sequence[str]) -> Zygote:
-        zygote = Zygote(self._folder / uuid4().hex, self._variables, self._model)
+        # A short name: sockets go there, and their paths may not be longer than 107 bytes.
+        zygote = Zygote(self._folder / uuid4().hex[:8], self._variables, self._model)
         try:
             ready = zygote.prepare(preload, self._limits.start_s, self._should_stop)
         except BaseException:
@@ -150,9 +154,8 @@ class Home:
         try:
             facts = self._template.facts(limit_s, self._should_stop)
         except EndedError as end:
-            raise ModelFileError(
-                f"importing {path}, the process {end}\n{tail(self._template.log)}"
-            ) from None
+            told = f"{end}\n{users_part(tail(self._template.log))}".rstrip()
+            raise ModelFileError(f"importing {path}, the process {told}") from None
         if facts is None:
             raise ModelFileError(
                 f"importing {path} took longer than {limit_s:g} s: "
@@ -182,6 +185,8 @@ class Home:
         return device
 
     def _canary(self, parent: Zygote | Template) -> Message | None:
+        if isinstance(parent, Zygote):
+            parent.complete(self._limits.start_s)
         limit_s = self._limits.canary_s
         if self._canary_s:
             limit_s = max(self._limits.later_canary_s, 10 * self._canary_s)
@@ -271,6 +276,13 @@ class Home:
         if inherits:
             self._build_in_probes(LOST)
             self._say(f"from now on each probe builds model and dataset itself: {LOST}")
+
+
+def users_part(log: str) -> str:
+    """What a log tells the user: not through which of our frames a crash came."""
+    places = (Path(__file__).parent, importlib.__file__, "<frozen ")
+    hidden = (*(f'File "{place}' for place in places), "Extension modules:")
+    return "\n".join(line for line in log.splitlines() if not line.strip().startswith(hidden))
 
 
 def longest_sound(names: Sequence[str], works: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:

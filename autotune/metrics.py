@@ -96,7 +96,9 @@ def read_limit(text: str) -> Limit:
 def rate(measurement: Measurement) -> Rate | None:
     """The probe's sustained rate between loader restarts, samples/s."""
     per_batch = _samples(measurement) / measurement.batches if measurement.batches else 0.0
-    slack = (measurement.workers / 2 + 1) * per_batch if measurement.workers else 0.0
+    # Workers that finish in step make a whole round at once; which side of a block's edge it
+    # falls on means nothing.
+    slack = (measurement.workers + 1) * per_batch if measurement.workers else 0.0
     return rate_of(measurement.blocks, slack)
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune import exporters
 from autotune.errors import ModelFileError, OptionError
 from autotune.knobs import check_values
 from autotune.metrics import Limit, Metric, read_limit, read_objectives
 from autotune.request import Choice, Request, read_request
+from autotune.source import plain_dict
+from autotune.space import Goal, check_goal, goal_of
 from autotune.types import ModelRef, Value
 
 SAMPLERS = ("staged", "random", "tpe", "grid")
@@ -53,6 +56,8 @@ class Checked:
     objectives: tuple[Metric, ...]
     limits: tuple[Limit, ...]
     min_gain: float
+    keys: Mapping[str, Any] | None = None
+    """The user's own Hydra keys from `--keys`; those of the model file count without it."""
 
 
 def checked(options: Options) -> Checked:
@@ -61,7 +66,7 @@ def checked(options: Options) -> Checked:
     Raises:
         InputError: If anything is wrong that can be seen without running the model file.
     """
-    _refuse_several_tasks(os.environ)
+    refuse_several_tasks(os.environ)
     if options.sampler not in SAMPLERS:
         raise OptionError(f"--sampler {options.sampler!r}: allowed are {', '.join(SAMPLERS)}")
     if options.max_probes is not None and options.max_probes < 1:
@@ -76,8 +81,9 @@ def checked(options: Options) -> Checked:
         objectives=read_objectives(options.objectives),
         limits=tuple(read_limit(text) for text in options.limits),
         min_gain=read_share(options.min_gain),
+        keys=None if options.keys is None else exporters.read_keys(Path(options.keys)),
     )
-    _check_source(known.model)
+    _check_source(known)
     return known
 
 
@@ -97,6 +103,7 @@ def restored(content: Mapping[str, Any]) -> Checked:
         objectives=read_objectives(options.objectives),
         limits=tuple(read_limit(text) for text in options.limits),
         min_gain=read_share(options.min_gain),
+        keys=None if options.keys is None else content["keys"],
     )
 
 
@@ -132,15 +139,19 @@ def read_share(text: str) -> float:
     return share
 
 
-def _refuse_several_tasks(environment: Mapping[str, str]) -> None:
-    """Under torchrun or srun every task would tune on its own, on the same devices."""
+def refuse_several_tasks(environment: Mapping[str, str]) -> None:
+    """Under torchrun or srun every task would tune on its own, on the same devices.
+
+    Raises:
+        OptionError: If this is one of several.
+    """
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
         started_by = "TORCHELASTIC_RUN_ID" if name == "WORLD_SIZE" else "SLURM_PROCID"
         count = environment.get(name, "")
         if started_by in environment and count.isdigit() and int(count) > 1:
             raise OptionError(
-                f"start me once: this is one of {count} tasks ({name}); "
-                "probes start their own ranks"
+                f"start me once: this is one of {count} tasks ({name}), "
+                "and probes start their own ranks; under Slurm use srun --ntasks=1"
             )
 
 
@@ -156,8 +167,26 @@ def _model_ref(text: str) -> ModelRef:
     return ModelRef(path=str(path), factory=factory or None)
 
 
-def _check_source(ref: ModelRef) -> None:
+def with_file(
+    known: Checked, current: Mapping[str, Value] | None, keys: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Goal]:
+    """The user's own keys and the global batch, with what the model file says of both.
+
+    Raises:
+        InputError: If it names what does not exist, or no candidate has that global batch.
+    """
+    path = known.model.path
+    if current is not None:
+        check_values(current, f"{path}: CURRENT")
+    own = exporters.check_keys(keys, f"{path}: KEYS")
+    goal = goal_of(known.options.global_batch, current)
+    check_goal(goal, known.request)
+    return own if known.keys is None else known.keys, goal
+
+
+def _check_source(known: Checked) -> None:
     """Find the errors that show without running the file."""
+    ref = known.model
     try:
         tree = ast.parse(Path(ref.path).read_bytes(), filename=ref.path)
     except (SyntaxError, ValueError) as error:
@@ -173,18 +202,25 @@ def _check_source(ref: ModelRef) -> None:
         if name not in names:
             raise ModelFileError(_missing(ref, name, tree))
     if not ref.factory:
-        _check_current(names.get("CURRENT"), ref)
+        _check_literals(known, tree, names)
 
 
-def _check_current(node: ast.expr | None, ref: ModelRef) -> None:
-    if node is None:
-        return
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return  # computed: known when the file has run
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        check_values(value, f"{ref.path}: CURRENT")
+def _check_literals(known: Checked, tree: ast.Module, names: Mapping[str, ast.expr | None]) -> None:
+    """Check CURRENT and KEYS where they are plain to see; what is computed shows when it runs."""
+    plain: dict[str, Any] = {}
+    for name in ("CURRENT", "KEYS"):
+        mentioned = [node for node in ast.walk(tree) if getattr(node, "id", None) == name]
+        node = names.get(name)
+        if not mentioned and name not in names:
+            continue
+        if node is None or len(mentioned) > 1:
+            return
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError):
+            return
+        plain[name] = plain_dict(value, name, known.model)
+    with_file(known, plain.get("CURRENT"), plain.get("KEYS") or {})
 
 
 def _missing(ref: ModelRef, name: str, tree: ast.Module) -> str:

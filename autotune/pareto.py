@@ -20,6 +20,8 @@ TIED = 0.98
 """A finalist whose ratio to the best reaches above this is tied with it."""
 CLEAR = 0.01
 """Points of the front closer than this are one point."""
+ROUNDS = 3
+"""Interleaved rounds of finals at least."""
 UNKNOWN = 0.25
 """Half-width, in log units, of a ratio that only one round stands behind."""
 
@@ -63,7 +65,8 @@ def pool(trials: Iterable[Trial]) -> dict[Config, Pooled]:
     for trial in trials:
         if trial.ok and trial.end_to_end and trial.stage is not Stage.INSPECT:
             rows.setdefault(trial.config, []).append(trial)
-    return {config: _pooled(config, group) for config, group in rows.items()}
+    pooled = (_pooled(config, group) for config, group in rows.items())
+    return {point.config: point for point in pooled if point is not None}
 
 
 def front(points: Sequence[Pooled], objectives: Sequence[Metric]) -> list[Pooled]:
@@ -72,11 +75,8 @@ def front(points: Sequence[Pooled], objectives: Sequence[Metric]) -> list[Pooled
     Points with an unread or infinite objective are left out.
     """
     known = [point for point in points if _is_known(point, objectives)]
-    kept = [
-        point
-        for point in known
-        if not any(_clearly_beats(other, point, objectives) for other in known)
-    ]
+    # With three objectives, differences about as large as the margin can form a circle.
+    kept = _unbeaten(known, objectives, CLEAR) or _unbeaten(known, objectives, 0.0)
     leading = objectives[0]
     return sorted(kept, key=lambda point: leading.cost(point.value(leading) or 0.0))
 
@@ -109,18 +109,28 @@ def decide(
         and point.value(objective) is not None
     ]
     may_keep = any(point.config == baseline for point in fit)
-    finalists = [point for point in fit if point.final]
+    finalists = _repeated([point for point in fit if point.final])
     if not finalists:
         return _unverified(fit, baseline, objective, may_keep=may_keep)
-    chosen = _simplest_of_the_best(finalists, trials, baseline, objective)
-    if chosen.config == baseline:
+    tied = _simplest_of_the_best(finalists, trials, baseline, objective)
+    if tied[0].config == baseline:
         return _kept(baseline, "nothing measured is clearly faster")
-    speedup = ratio(trials, chosen.config, baseline, objective)
-    if may_keep and (speedup is None or speedup.low <= 1 + min_gain):
-        return _kept(baseline, _too_little(speedup, min_gain))
-    return Answer(
-        keep=False, config=chosen.config, speedup=speedup, verified=True, reason="measured best"
-    )
+    speedups = [ratio(trials, point.config, baseline, objective) for point in tied]
+    for point, speedup in zip(tied, speedups, strict=True):
+        if not may_keep or (speedup is not None and speedup.low > 1 + min_gain):
+            return Answer(
+                keep=False,
+                config=point.config,
+                speedup=speedup,
+                verified=True,
+                reason="measured best",
+            )
+    return _kept(baseline, _too_little(speedups, min_gain))
+
+
+def _repeated(finalists: Sequence[Pooled]) -> list[Pooled]:
+    """Those measured twice or more; one for which time was short is tied only for ignorance."""
+    return [point for point in finalists if len(point.trials) > 1] or list(finalists)
 
 
 def ratio(
@@ -166,7 +176,10 @@ def _half_width(rounds: Mapping[Config, Mapping[int, float]], shared: int) -> fl
     if freedom < 1:
         return UNKNOWN
     variance = sum(residual * residual for residual in residuals) / freedom
-    return t_quantile(0.975, freedom) * math.sqrt(2 * variance / shared)
+    # Further rounds are run while the interval leaves the decision open: each of them is another
+    # look, and without a correction (Bonferroni) looking often enough would find a gain.
+    looks = max(1, shared - ROUNDS + 1)
+    return t_quantile(1 - 0.025 / looks, freedom) * math.sqrt(2 * variance / shared)
 
 
 def _residuals(rounds: Mapping[Config, Mapping[int, float]]) -> tuple[list[float], int]:
@@ -185,11 +198,13 @@ def _residuals(rounds: Mapping[Config, Mapping[int, float]]) -> tuple[list[float
     return residuals, (len(finished) - 1) * (len(numbers) - 1)
 
 
-def _pooled(config: Config, group: Sequence[Trial]) -> Pooled:
+def _pooled(config: Config, group: Sequence[Trial]) -> Pooled | None:
     finals = tuple(trial for trial in group if trial.stage is Stage.FINAL)
     trials = finals or tuple(group)
     speeds = [throughput(trial.measurement) for trial in trials if trial.measurement]
     known = [speed for speed in speeds if speed is not None]
+    if not known:
+        return None
     return Pooled(config=config, trials=trials, speed=_mean_estimate(known))
 
 
@@ -209,15 +224,15 @@ def _mean_estimate(speeds: Sequence[Estimate]) -> Estimate:
 
 def _simplest_of_the_best(
     finalists: Sequence[Pooled], trials: Sequence[Trial], baseline: Config, objective: Metric
-) -> Pooled:
-    """Among those tied with the best: the user's own, then the smallest change."""
+) -> list[Pooled]:
+    """Those tied with the best: the user's own first, then the smallest change."""
     best = min(finalists, key=lambda point: objective.cost(_final_mean(point, objective)))
     tied = [best] + [
         point
         for point in finalists
         if point is not best and _is_tied(point, best, trials, objective)
     ]
-    return min(tied, key=lambda point: _complexity(point, baseline))
+    return sorted(tied, key=lambda point: _complexity(point, baseline))
 
 
 def _is_tied(point: Pooled, best: Pooled, trials: Sequence[Trial], objective: Metric) -> bool:
@@ -266,11 +281,13 @@ def _kept(baseline: Config, reason: str, *, verified: bool = True) -> Answer:
     return Answer(keep=True, config=baseline, speedup=one, verified=verified, reason=reason)
 
 
-def _too_little(speedup: Estimate | None, min_gain: float) -> str:
-    if speedup is None:
-        return "the best other config could not be compared with yours"
+def _too_little(speedups: Sequence[Estimate | None], min_gain: float) -> str:
+    known = [speedup for speedup in speedups if speedup is not None]
+    if not known:
+        return "the best other config could not be compared with the baseline"
+    speedup = max(known, key=lambda estimate: estimate.value)
     return (
-        f"the best other config is {speedup.value:.2f}x yours "
+        f"the best other config makes {speedup.value:.2f}x "
         f"[{speedup.low:.2f}, {speedup.high:.2f}]: not clearly more than {1 + min_gain:.2f}x"
     )
 
@@ -280,15 +297,25 @@ def _is_known(point: Pooled, objectives: Sequence[Metric]) -> bool:
     return all(value is not None and math.isfinite(value) for value in values)
 
 
-def _clearly_beats(a: Pooled, b: Pooled, objectives: Sequence[Metric]) -> bool:
+def _unbeaten(
+    points: Sequence[Pooled], objectives: Sequence[Metric], margin: float
+) -> list[Pooled]:
+    return [
+        point
+        for point in points
+        if not any(_beats(other, point, objectives, margin) for other in points)
+    ]
+
+
+def _beats(a: Pooled, b: Pooled, objectives: Sequence[Metric], margin: float) -> bool:
     """Better somewhere by more than the margin, worse nowhere by more than it."""
-    better = any(_clearly_better(a, b, metric) for metric in objectives)
-    worse = any(_clearly_better(b, a, metric) for metric in objectives)
+    better = any(_is_better(a, b, metric, margin) for metric in objectives)
+    worse = any(_is_better(b, a, metric, margin) for metric in objectives)
     return better and not worse
 
 
-def _clearly_better(a: Pooled, b: Pooled, metric: Metric) -> bool:
+def _is_better(a: Pooled, b: Pooled, metric: Metric, margin: float) -> bool:
     x, y = a.value(metric), b.value(metric)
     if x is None or y is None:
         return False
-    return metric.cost(x) < metric.cost(y) - CLEAR * abs(y)
+    return metric.cost(x) < metric.cost(y) - margin * abs(y)

@@ -1,23 +1,68 @@
-"""Run folders: where a run may write, which one may be gone on with, what run.json says."""
+"""Run folders: where a run may write, which one may be gone on with, and its run.json.
+
+Imports nothing heavy, so that a folder that will not do is told at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
-import platform
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import OptionError, ResumeError
-from autotune.options import Checked
-from autotune.space import Goal, Space
-from autotune.state import RunState, answer_content, read_content
-from autotune.types import Machine
+from autotune.options import Checked, Options, checked, refuse_several_tasks, restored
+from autotune.types import Config, Machine, write_atomically
+
+RUN_SCHEMA = 1
+RESULTS = "results"
+"""Where runs go that were given no folder, below the current one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A run that may start: what is asked, where it goes, and the run that it goes on with."""
+
+    checked: Checked
+    folder: Path
+    earlier: Mapping[str, Any] | None = None
+    force: bool = False
+
+
+def new_run(options: Options) -> Order:
+    """A run of its own.
+
+    Raises:
+        InputError: If anything is wrong that can be seen without running the model file.
+    """
+    known = checked(options)
+    return Order(checked=known, folder=new_folder(known))
+
+
+def resumed_run(folder: Path, *, force: bool) -> Order:
+    """An interrupted run, with the options that it was started with.
+
+    Raises:
+        InputError: If the folder holds none, or the model file has changed since.
+    """
+    refuse_several_tasks(os.environ)
+    folder = folder.expanduser().resolve()
+    content = read_content(folder)
+    known = restored(content)
+    path = known.model.path
+    if not Path(path).is_file():
+        raise ResumeError(f"no model file {path}, with which {folder} was measured")
+    if content["model"]["sha256"] != file_hash(path) and not force:
+        raise ResumeError(
+            f"{path} has changed since {folder} was measured; "
+            "start a new run, or go on all the same with --force"
+        )
+    return Order(checked=known, folder=folder, earlier=content, force=force)
 
 
 def new_folder(known: Checked) -> Path:
@@ -28,7 +73,7 @@ def new_folder(known: Checked) -> Path:
     """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     given = known.options.output
-    folder = Path(given) if given else Path("results") / f"{known.model.name}-{stamp}"
+    folder = Path(given) if given else Path(RESULTS) / f"{known.model.name}-{stamp}"
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OptionError(
@@ -40,19 +85,16 @@ def new_folder(known: Checked) -> Path:
     return folder
 
 
-def earlier_run(folder: Path, known: Checked, *, force: bool) -> Mapping[str, Any]:
-    """The run.json of the run to go on with.
+def make_folder(folder: Path) -> None:
+    """Make the run's folder.
 
     Raises:
-        ResumeError: If the folder holds none, or the model file has changed since.
+        OptionError: If the system refuses, which only trying tells for sure.
     """
-    content = read_content(folder)
-    if content["model"]["sha256"] != file_hash(known.model.path) and not force:
-        raise ResumeError(
-            f"{known.model.path} has changed since {folder} was measured; "
-            "start a new run, or go on all the same with --force"
-        )
-    return content
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--output {folder}: cannot be made: {error.strerror}") from None
 
 
 def check_machine(earlier: Mapping[str, Any], machine: Machine, *, force: bool) -> None:
@@ -77,9 +119,9 @@ def check_machine(earlier: Mapping[str, Any], machine: Machine, *, force: bool) 
 
 
 def point_latest(folder: Path) -> None:
-    """results/latest points at the newest run; where links cannot be made, nothing does."""
+    """Let results/latest point at the newest run there, where links can be made."""
     latest = folder.parent / "latest"
-    if latest.exists() and not latest.is_symlink():
+    if folder.parent.name != RESULTS or (latest.exists() and not latest.is_symlink()):
         return
     part = folder.parent / f".latest.{os.getpid()}"
     try:
@@ -89,55 +131,31 @@ def point_latest(folder: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def run_content(state: RunState, goal: Goal, status: str) -> dict[str, Any]:
-    """What run.json says."""
-    known = state.checked
-    return {
-        "schema": 1,
-        "status": status,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "folder": os.getcwd(),
-        "model": {**asdict(known.model), "sha256": file_hash(known.model.path)},
-        "options": asdict(known.options),
-        "machine": asdict(state.machine),
-        "versions": versions(),
-        "space": {
-            "name": known.options.space,
-            "overrides": list(known.options.overrides),
-            "choices": {name: c.values for name, c in known.request.choices.items()},
-            "baseline": None if state.space is None else dict(state.baseline),
-            "values": None if state.space is None else _listed(state.space),
-            "global_batch": goal.size,
-        },
-        "current": state.model_facts.current,
-        "keys": state.keys,
-        "unit": state.model_facts.unit,
-        "workload": None if state.space is None else asdict(state.space.facts),
-        "notes": state.notes,
-        "answer": answer_content(state),
-    }
+def read_content(folder: Path) -> Mapping[str, Any]:
+    """The run.json of a run folder.
+
+    Raises:
+        ResumeError: If the folder holds no run that this version reads.
+    """
+    try:
+        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ResumeError(f"{folder} holds no run (no readable run.json)") from None
+    known = isinstance(content, dict) and content.get("schema") == RUN_SCHEMA
+    if not known or not (folder / "study.db").exists():
+        raise ResumeError(f"{folder} was written by another version, or has no study.db")
+    return dict(content)
+
+
+def write_content(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write run.json."""
+    text = json.dumps(_finite({"schema": RUN_SCHEMA, **content}), indent=2, default=str)
+    write_atomically(folder / "run.json", text + "\n")
 
 
 def file_hash(path: str) -> str:
     """SHA-256 of a file's bytes."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("autotune-torch", "torch", "optuna", "numpy", "lightning", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _listed(known: Space) -> dict[str, Any]:
-    most = 40  # a held global batch allows every accumulation: of no use to a reader
-    return {name: values[:most] for name, values in known.values.items()}
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -146,3 +164,14 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 def _shown(value: Any) -> str:
     return ", ".join(str(entry) for entry in _tuple(value)) or "none"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Config | Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

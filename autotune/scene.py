@@ -13,9 +13,9 @@ from autotune.metrics import METRICS, Limit, Metric, throughput
 from autotune.space import Space
 from autotune.types import Config, Estimate, Sink, Source, Stage, Trial
 
-ROUNDS = 3
-"""Interleaved rounds of finals at least."""
 MOST_END_TO_END = 25
+CLOSING = 11
+"""End-to-end probes that are kept for finals and path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,15 @@ class Scene:
 
     def fits(self, trial: Trial) -> bool:
         """Whether the row's config could be the answer."""
+        return self.space.admits(trial.config) and self.keeps(trial, *METRICS)
+
+    def keeps(self, trial: Trial, *metrics: str) -> bool:
+        """Whether the row was measured and keeps the limits on these metrics."""
         measured = trial.measurement
-        return (
-            measured is not None
-            and self.space.admits(trial.config)
-            and all(limit.holds(limit.metric.compute(measured)) for limit in self.limits)
+        return measured is not None and all(
+            limit.holds(limit.metric.compute(measured))
+            for limit in self.limits
+            if limit.metric.name in metrics
         )
 
     def score(self, trial: Trial) -> float:
@@ -99,8 +103,11 @@ class Scene:
 
     def may_measure(self, stage: Stage) -> bool:
         """Whether one more end-to-end probe fits the count and the time."""
-        planned = ROUNDS * 2 if stage is not Stage.FINAL else 0
-        return len(self.end_to_end) + planned < MOST_END_TO_END and self.affords(stage, 1)
+        return self.has_room(1 + CLOSING) and self.affords(stage, 1)
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more end-to-end probes are not too many."""
+        return len(self.end_to_end) + count <= MOST_END_TO_END
 
 
 def device_ask(config: Config, why: str) -> Ask:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autotune.knobs import KNOBS, Family
-from autotune.scene import ROUNDS, Ask, Plan, Scene, gain
-from autotune.space import ACCUMULATION, BATCH, PERSISTENT, PREFETCH, Space
+from autotune.metrics import SPEED
+from autotune.pareto import ROUNDS
+from autotune.scene import Ask, Plan, Scene, gain, speed_of
+from autotune.space import ACCUMULATION, BATCH, PERSISTENT, PREFETCH, WORKERS, Space
 from autotune.staged import staged
-from autotune.types import Config, Stage, Trial, Value
+from autotune.types import Config, Stage, Trial, Value, whole
 
 if TYPE_CHECKING:
     import optuna
@@ -19,6 +21,8 @@ MOST_FINALISTS = 3
 """The baseline among them."""
 NEAR = 1.04
 """Rows of one probe each that differ less than this could be tied."""
+AS_GOOD = 1.015
+"""Rows that differ less than this are told apart by how simple they are."""
 MOST_ROUNDS = 6
 MOST_PATH = 4
 
@@ -39,9 +43,14 @@ def finals(scene: Scene) -> Plan:
     baseline = scene.space.baseline
     if not finalists or finalists == [baseline]:
         return
-    order = [baseline, *(config for config in finalists if config != baseline)]
+    order = [config for config in finalists if config != baseline]
+    row = scene.row_of(baseline)
+    if row is not None and row.ok:  # what fails is no reference
+        order.insert(0, baseline)
     for turn in range(MOST_ROUNDS):
-        if not scene.affords(Stage.FINAL, len(order)):
+        while len(order) > 2 and not _may_repeat(scene, order):
+            order.pop()  # rather two configs for certain than three in doubt
+        if not _may_repeat(scene, order):
             return
         if turn >= ROUNDS and not scene.ambiguous():
             return
@@ -52,18 +61,40 @@ def finals(scene: Scene) -> Plan:
             )
 
 
+def _may_repeat(scene: Scene, order: list[Config]) -> bool:
+    return scene.has_room(len(order)) and scene.affords(Stage.FINAL, len(order))
+
+
 def _finalists(scene: Scene) -> list[Config]:
-    """The best config, and of those that could be tied with it the simplest ones."""
+    """The simplest of those that are as good as the best, and more that could be tied with it."""
     best = scene.best()
     if best is None:
         return []
-    rows = {t.config: t for t in scene.end_to_end if t.ok and scene.fits(t)}
-    ranked = sorted(rows.values(), key=scene.score, reverse=True)
     baseline = scene.space.baseline
-    near = [t.config for t in ranked if gain(scene, best, t) < NEAR and t.config != baseline]
+    rows = {t.config: t for t in scene.end_to_end if t.ok and scene.fits(t)}
+    near = [
+        t
+        for t in rows.values()
+        if t.config != baseline and gain(scene, best, t) < NEAR and _could_pay(scene, t)
+    ]
+
+    def complexity(trial: Trial) -> tuple[bool, int, int]:
+        config = trial.config
+        worse = gain(scene, best, trial) > AS_GOOD
+        return worse, len(config.changed_from(baseline)), whole(config.get(WORKERS))
+
     most = MOST_FINALISTS if scene.affords(Stage.FINAL, ROUNDS * MOST_FINALISTS) else 1
-    others = near[:1] + sorted(near[1:], key=lambda config: len(config.changed_from(baseline)))
+    others = [trial.config for trial in sorted(near, key=complexity)]
     return others[: max(1, most - 1)] if others else [best.config]
+
+
+def _could_pay(scene: Scene, trial: Trial) -> bool:
+    """Whether the row's interval leaves room for a gain over the baseline's."""
+    row = scene.row_of(scene.space.baseline)
+    own, other = speed_of(row) if row is not None else None, speed_of(trial)
+    if scene.objective is not SPEED or own is None or other is None:
+        return True
+    return other.high > own.value
 
 
 def path(scene: Scene) -> Plan:
@@ -74,7 +105,7 @@ def path(scene: Scene) -> Plan:
         row = scene.row_of(config)
         if measured >= MOST_PATH or (row is not None and row.ok):
             continue
-        if not scene.affords(Stage.PATH, 1):
+        if not scene.has_room(1) or not scene.affords(Stage.PATH, 1):
             return
         measured += 1
         yield Ask(config=config, stage=Stage.PATH, why="a step of the path")

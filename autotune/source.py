@@ -1,12 +1,16 @@
-"""What a model file imports, read without importing it."""
+"""What a model file imports and says, told without torch."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from autotune.errors import ModelFileError
+from autotune.types import ModelRef
 
 NOT_PRELOADED = {"torch", "autotune"}
 LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -23,6 +27,24 @@ def third_party_imports(path: Path) -> list[str]:
         return []
     names = dict.fromkeys(_imported(tree))
     return [name for name in names if _is_third_party(name.partition(".")[0], path.parent)]
+
+
+def plain_dict(value: Any, name: str, ref: ModelRef) -> dict[str, Any] | None:
+    """CURRENT or KEYS of a model file, as a dict of plain values; None for None.
+
+    Raises:
+        ModelFileError: If it is something else.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ModelFileError(f"{ref.path}: {name} must be a dict with knob names as keys")
+    for key, entry in value.items():
+        if not isinstance(entry, str | int | float | bool | dict | None):
+            raise ModelFileError(
+                f"{ref.path}: {name}[{key!r}] is {type(entry).__name__}; plain values only"
+            )
+    return dict(value)
 
 
 def _imported(node: ast.AST) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,8 @@ PREFETCH = "loader.prefetch_factor"
 BATCH = "train.batch_size"
 ACCUMULATION = "train.accumulation_steps"
 THREADS = "host.threads"
+FINENESS = 8
+"""Micro-batches between the listed ones are multiples of this."""
 PERSISTENT = "loader.persistent_workers"
 WAIT_POLICY = "host.omp_wait_policy"
 
@@ -74,7 +77,7 @@ class Space:
     def start(self) -> Config:
         """The baseline with every pin applied: what the search sets out from."""
         changes: dict[str, Value] = {
-            name: values[0]
+            name: _nearest(values, self.baseline[name])
             for name, values in self.values.items()
             if values and self.baseline.get(name, values[0]) not in values
         }
@@ -90,13 +93,21 @@ class Space:
         return all(
             config[name] in self.values.get(name, (self.baseline.get(name),))
             for name in config
-            if name != ACCUMULATION
+            if name not in (BATCH, ACCUMULATION)
         ) and self.batch_fits(config)
 
     def batch_fits(self, config: Config) -> bool:
         """Whether micro-batch and accumulation are a pair that may be tried."""
-        pair = (self.micro_batch(config), config.get(ACCUMULATION, 1))
-        return pair in {(b, a) for b, a in self.pairs()}
+        batch, steps = self.micro_batch(config), whole(config.get(ACCUMULATION, 1))
+        pairs = self.pairs()
+        if self.may_bisect and batch % FINENESS == 0 and pairs[0][0] < batch < pairs[-1][0]:
+            return steps in {count for _, count in pairs}
+        return (batch, steps) in pairs
+
+    @property
+    def may_bisect(self) -> bool:
+        """Whether sizes between those listed may be tried, next to one that fails."""
+        return self.goal.free and BATCH not in self.asked and BATCH in self.searched()
 
     def micro_batch(self, config: Mapping[str, Value]) -> int:
         """Samples of one micro-batch: the knob, or what the loader delivers anyway."""
@@ -148,23 +159,36 @@ def goal_of(option: str, current: Mapping[str, Value] | None) -> Goal:
 
 
 def check_goal(goal: Goal, request: Request) -> None:
-    """Refuse a global batch that none of the listed micro-batches divides.
+    """Refuse a global batch that no listed micro-batch or accumulation divides.
 
     Raises:
         OptionError: If so.
     """
-    choice = request.choices.get(BATCH)
-    listed = choice.values if choice else None
-    if goal.size is None or not listed:
+    if goal.size is None:
         return
-    steps = request.choices.get(ACCUMULATION)
-    asked = steps.values if steps else None
-    if not _pairs(listed, asked or (), goal, listed=bool(asked)):
-        raise OptionError(
-            f"a global batch of {goal.size}: none of the micro-batches "
-            f"{', '.join(str(value) for value in listed)} divides it"
-            + (" with the accumulation steps asked for" if asked else "")
-        )
+    batches, steps = _listed(request, BATCH), _listed(request, ACCUMULATION)
+    if not (batches or steps):
+        return
+    if _pairs(batches or _divisors(goal.size), steps, goal, listed=bool(steps)):
+        return
+    told = {"micro-batches": batches, "accumulation steps": steps}
+    asked = " with ".join(
+        f"{what} {', '.join(str(value) for value in values)}"
+        for what, values in told.items()
+        if values
+    )
+    raise OptionError(f"a global batch of {goal.size}: none of the {asked} divides it")
+
+
+def _divisors(size: int) -> tuple[int, ...]:
+    small = [number for number in range(1, math.isqrt(size) + 1) if size % number == 0]
+    return tuple(sorted({*small, *(size // number for number in small)}))
+
+
+def _listed(request: Request, name: str) -> tuple[Value, ...]:
+    """The values that were named one by one."""
+    choice = request.choices.get(name)
+    return (choice.values if choice else None) or ()
 
 
 def baseline_values(
@@ -279,8 +303,8 @@ def _asked(
     candidates = KNOBS[name].candidates(machine, facts)
     if name == BATCH:
         candidates = _micro_batches(whole(own), candidates, goal, facts)
-    elif name == ACCUMULATION and goal.size is not None:
-        return tuple(range(1, goal.size + 1))
+    elif name == ACCUMULATION:
+        return _divisors(goal.size or whole(own))
     return _with(own, candidates)
 
 
@@ -350,6 +374,17 @@ def _whole(name: str, value: Value, reason: str) -> Refusal:
     return Refusal(knob=name, value=value, reason=reason, whole=True)
 
 
+def _nearest(values: tuple[Value, ...], own: Value) -> Value:
+    """The number nearest to the user's own; of words the first."""
+    if not isinstance(own, int) or isinstance(own, bool):
+        return values[0]
+    return min(values, key=lambda value: abs(whole(value) - own))
+
+
 def _complete(space: Space) -> dict[str, Value]:
-    """Defaults for knobs that the baseline has no use for, but a change may bring in."""
-    return {name: space.baseline.get(name, KNOBS[name].default) for name in space.values}
+    """Values for knobs that the baseline has no use for, but a change may bring in."""
+    complete: dict[str, Value] = {}
+    for name, values in space.values.items():
+        usual = space.baseline.get(name, KNOBS[name].default)
+        complete[name] = usual if usual in values or not values else values[0]
+    return complete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.ceilings import ROOM_TO_GROW, SLACK, Ceilings
+from autotune.ceilings import SLACK, WORTH, Ceilings
 from autotune.scene import Ask, Climb, Plan, Scene, data_wait, gain, speed_of
 from autotune.space import (
     ACCUMULATION,
@@ -30,12 +30,14 @@ def staged(scene: Scene) -> Plan:
     """Ceilings of each half, composed, verified in the order of their bounds, then climbed."""
     ceilings = Ceilings(scene)
     yield from ceilings.first_look()
-    yield from ceilings.loader_ladder(room=ROOM_TO_GROW)
+    if ceilings.start in ceilings.device:
+        yield from ceilings.loader_ladder()
     yield from ceilings.device_ladder()
-    yield from ceilings.loader_ladder(room=1.0)
+    yield from ceilings.loader_ladder()
     yield from verify(scene, ceilings)
     yield from climb(scene, ceilings)
     yield from simplify(scene)
+    yield from ceilings.price_of_the_global_batch()
 
 
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:
@@ -44,9 +46,9 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
     verified = 0
     for candidate in ceilings.candidates():
         incumbent = scene.to_beat()
-        if bounds_hold and incumbent and candidate.bound * (1 + SLACK) < incumbent:
-            scene.leave_out("other pairs of loader and device: their bounds are lower")
-            return
+        if bounds_hold and incumbent and candidate.bound < WORTH * incumbent:
+            scene.leave_out("other pairs of loader and device: their bounds are no higher")
+            continue
         if incumbent and candidate.predicted < HOPELESS * incumbent:
             scene.leave_out("other pairs of loader and device: predicted to be slower")
             return
@@ -110,9 +112,10 @@ def _loader_neighbours(
     scene: Scene, ceilings: Ceilings, config: Config
 ) -> Iterator[tuple[Config, str]]:
     space, workers = scene.space, whole(config.get(WORKERS))
-    if WORKERS in space.searched():
+    if WORKERS in space.searched() and not ceilings.feeds(workers):
         for value in notches(space.values[WORKERS], workers, up_first=True):
-            yield ceilings.with_workers(config, whole(value)), f"{value} workers"
+            if ceilings.may_run(whole(value)):
+                yield ceilings.with_workers(config, whole(value)), f"{value} workers"
     if workers and PREFETCH in space.searched():
         for value in notches(space.values[PREFETCH], config.get(PREFETCH), up_first=True):
             yield space.config({PREFETCH: value}, config), f"prefetch factor {value}"

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from autotune import diagnosis, exporters, pareto, space, store
-from autotune.errors import ResumeError
 from autotune.knobs import KNOBS, Exactness
 from autotune.options import Checked, restored
+from autotune.runfolder import file_hash, read_content
 from autotune.types import (
     Config,
     Estimate,
@@ -51,6 +56,11 @@ class RunState:
         """Whether the file says what the user trains with."""
         return self.model_facts.current is not None
 
+    @property
+    def baseline_name(self) -> str:
+        """What to call the baseline: it is the user's own only if the file says so."""
+        return "your config" if self.has_current else "PyTorch's defaults"
+
     def export(self, config: Config) -> exporters.Export:
         """The config, ready to be written in the user's words.
 
@@ -88,6 +98,35 @@ def write_diagnosis(state: RunState) -> None:
     write_atomically(state.folder / "diagnosis.json", text + "\n")
 
 
+def run_content(state: RunState, goal: space.Goal, status: str) -> dict[str, Any]:
+    """What run.json says."""
+    known = state.checked
+    return {
+        "status": status,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "folder": os.getcwd(),
+        "model": {**asdict(known.model), "sha256": file_hash(known.model.path)},
+        "options": asdict(known.options),
+        "machine": asdict(state.machine),
+        "versions": versions(),
+        "space": {
+            "name": known.options.space,
+            "overrides": list(known.options.overrides),
+            "choices": {name: c.values for name, c in known.request.choices.items()},
+            "baseline": None if state.space is None else dict(state.baseline),
+            "values": None if state.space is None else _listed(state.space),
+            "global_batch": goal.size,
+        },
+        "current": state.model_facts.current,
+        "keys": state.keys,
+        "unit": state.model_facts.unit,
+        "workload": None if state.space is None else asdict(state.space.facts),
+        "notes": state.notes,
+        "answer": answer_content(state),
+    }
+
+
 def answer_content(state: RunState) -> dict[str, Any] | None:
     """What run.json says of the answer."""
     answer = state.answer
@@ -109,6 +148,22 @@ def answer_content(state: RunState) -> dict[str, Any] | None:
         "numerics_changed": numerics_changed(state, answer.config),
         "tuning_s": round(state.tuning_s, 3),
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("autotune-torch", "torch", "optuna", "numpy", "lightning", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _listed(known: space.Space) -> dict[str, Any]:
+    most = 40  # a held global batch allows every accumulation: of no use to a reader
+    return {name: values[:most] for name, values in known.values.items()}
 
 
 def numerics_changed(state: RunState, config: Config) -> list[str]:
@@ -162,21 +217,6 @@ def load_state(folder: Path) -> RunState:
         )
     _restore_answer(state, content["answer"])
     return state
-
-
-def read_content(folder: Path) -> Mapping[str, Any]:
-    """The run.json of a run folder.
-
-    Raises:
-        ResumeError: If the folder holds no run that this version reads.
-    """
-    try:
-        content = store.read_run(folder)
-    except (OSError, ValueError):
-        raise ResumeError(f"{folder} holds no run (no readable run.json)") from None
-    if content.get("schema") != 1 or not (folder / "study.db").exists():
-        raise ResumeError(f"{folder} was written by another version, or has no study.db")
-    return content
 
 
 def _restore_answer(state: RunState, content: Mapping[str, Any] | None) -> None:

@@ -51,16 +51,18 @@ def rate_of(blocks: Sequence[Block], slack: float = 0.0) -> Rate | None:
         slack: Samples by which the two counts may differ without meaning anything: workers
             finish whole batches, several at a time.
     """
-    counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
+    first = len(blocks) // 2 if len(blocks) >= 2 * LEAST_COUNTED else 0
+    counted = blocks[first:]
     seconds = sum(block.seconds for block in counted)
     consumed = sum(block.consumed for block in counted)
     if seconds <= 0 or consumed <= 0:
         return None
     flow = flow_ratio(counted, slack)
-    rates = [block.consumed / block.seconds * min(flow, 1.0) for block in counted]
-    value = consumed / seconds * min(flow, 1.0)
-    labels = _labels(rates, flow)
-    return Rate(estimate=_widened(value, rates, labels), labels=labels)
+    kept_up = min(flow, 1.0)
+    speeds = [block.consumed / block.seconds * kept_up for block in blocks]
+    labels = _labels(speeds[first:], flow)
+    estimate = _widened(consumed / seconds * kept_up, speeds, first, labels)
+    return Rate(estimate=estimate, labels=labels)
 
 
 def flow_ratio(blocks: Sequence[Block], slack: float = 0.0) -> float:
@@ -76,12 +78,19 @@ def spread(values: Sequence[float], confidence: float = CONFIDENCE) -> float:
     """Half-width of the t-interval of the mean; infinite for fewer than two values."""
     if len(values) < 2:
         return math.inf
-    quantile = t_quantile(0.5 + confidence / 2, len(values) - 1)
-    return quantile * stdev(values) / math.sqrt(len(values))
+    return _quantile(len(values), confidence) * stdev(values) / math.sqrt(len(values))
 
 
-def _widened(value: float, rates: Sequence[float], labels: Sequence[Label]) -> Estimate:
-    half = spread(rates) if len(rates) >= LEAST_COUNTED else UNKNOWN_SPREAD * value
+def _widened(
+    value: float, speeds: Sequence[float], first: int, labels: Sequence[Label]
+) -> Estimate:
+    rates = speeds[first:]
+    half = UNKNOWN_SPREAD * value
+    if len(rates) >= LEAST_COUNTED:
+        # A probe stops once this is narrow, so what is counted is too often a calm stretch by
+        # luck: let the blocks before it speak too, those of the warm-up apart.
+        calm, before = stdev(rates), stdev(speeds[first // 2 :])
+        half = max(calm, before) * _quantile(len(rates)) / math.sqrt(len(rates))
     low, high = max(value - half, value * 1e-3), value + half
     if labels and len(rates) >= 2:
         early, late = _halves(rates)
@@ -118,6 +127,10 @@ def _halves_agree(rates: Sequence[float]) -> bool:
 def _halves(rates: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     middle = len(rates) // 2
     return rates[:middle], rates[middle:]
+
+
+def _quantile(count: int, confidence: float = CONFIDENCE) -> float:
+    return t_quantile(0.5 + confidence / 2, count - 1)
 
 
 def t_quantile(probability: float, freedom: float) -> float:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ from optuna.distributions import (
     CategoricalDistribution,
     IntDistribution,
 )
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
+from sqlalchemy import URL
 
 from autotune.knobs import KNOBS, Knob
 from autotune.metrics import METRICS, Metric, throughput
 from autotune.pareto import Pooled
 from autotune.types import (
     FAILED,
-    Config,
     Trial,
     Value,
     decode,
@@ -63,18 +64,20 @@ class Store:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder = folder
         self._objectives = tuple(objectives)
+        name = _study_name(folder)
+        self._storage = RDBStorage(_url(folder))
         self._study = optuna.create_study(
-            storage=_url(folder),
-            study_name=folder.name,
+            storage=self._storage,
+            study_name=name,
             directions=["maximize" if m.better == "higher" else "minimize" for m in objectives],
             load_if_exists=True,
         )
 
     def add(self, trial: Trial) -> None:
         """Put one finished row on disk, before the next probe starts."""
-        read = (self._value(metric, trial) for metric in self._objectives)
-        values = [value for value in read if value is not None]
-        all_read = len(values) == len(self._objectives)
+        read = [self._value(metric, trial) for metric in self._objectives]
+        values = [value for value in read if value is not None and not _is_empty(value)]
+        all_read = len(values) == len(read)
         complete = trial.ok and trial.end_to_end and all_read
         state = _STATES.get(trial.status, TrialState.PRUNED)
         params = {name: value for name, value in trial.config.items() if value is not None}
@@ -93,6 +96,10 @@ class Store:
         """Every stored row, in order."""
         return _decoded(self._study.get_trials(deepcopy=False))
 
+    def close(self) -> None:
+        """Let go of the file; rows are on disk already."""
+        _close(self._storage)
+
     @staticmethod
     def _value(metric: Metric, trial: Trial) -> float | None:
         return metric.compute(trial.measurement) if trial.measurement is not None else None
@@ -104,12 +111,38 @@ _STATES = dict.fromkeys(FAILED, TrialState.FAIL)
 def read_trials(folder: Path) -> list[Trial]:
     """Every row of a run folder, without writing to it."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.load_study(study_name=folder.name, storage=_url(folder))
-    return _decoded(study.get_trials(deepcopy=False))
+    name = _study_name(folder)
+    with _opened(folder) as storage:
+        study = optuna.load_study(study_name=name, storage=storage)
+        return _decoded(study.get_trials(deepcopy=False))
+
+
+def _study_name(folder: Path) -> str:
+    """The folder's name; the study's own if the folder has been renamed since."""
+    if not (folder / "study.db").exists():
+        return folder.name
+    with _opened(folder) as storage:
+        return next(iter(optuna.get_all_study_names(storage)), folder.name)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[RDBStorage]:
+    """The folder's study.db, closed again: a notebook reads many runs."""
+    storage = RDBStorage(_url(folder))
+    try:
+        yield storage
+    finally:
+        _close(storage)
+
+
+def _close(storage: RDBStorage) -> None:
+    storage.remove_session()
+    storage.engine.dispose()
 
 
 def _url(folder: Path) -> str:
-    return f"sqlite:///{folder / 'study.db'}"
+    # A folder's name may hold what means something in a URL.
+    return URL.create("sqlite", database=str(folder / "study.db")).render_as_string()
 
 
 def _decoded(frozen: Iterable[optuna.trial.FrozenTrial]) -> list[Trial]:
@@ -194,34 +227,6 @@ def write_tables(folder: Path, trials: Sequence[Trial], front: Sequence[Pooled])
 def write_csv(frame: pd.DataFrame, path: Path) -> None:
     """A table as text, whole or not at all."""
     write_atomically(path, frame.to_csv(index=False))
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """The contents of run.json.
-
-    Raises:
-        OSError, ValueError: If there is none, or it is no JSON.
-    """
-    content: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    return content
-
-
-def write_run(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write run.json."""
-    write_atomically(
-        folder / "run.json", json.dumps(_finite(content), indent=2, default=str) + "\n"
-    )
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Config | Mapping):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value
 
 
 def _is_empty(value: Value) -> bool:

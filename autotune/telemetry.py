@@ -15,6 +15,7 @@ import psutil
 from autotune.types import Machine
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def machine(device_facts: Mapping[str, Any]) -> Machine:
@@ -74,7 +75,7 @@ def _quotas() -> Iterator[float]:
 
 def _groups(controller: str) -> Iterator[Path]:
     """This process's control group and all above it, in either version's layout."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in _read(MEMBERSHIP).splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
             root = CGROUPS

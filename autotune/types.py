@@ -224,6 +224,8 @@ class WorkloadFacts:
     exact_split: bool
     """Whether loss(whole) equals the mean of loss(halves) in eval mode."""
     default_threads: int
+    step_batch: int = 0
+    """The user's micro-batch, or the first half of it, and half of that, that makes a step."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Knob or knob=value -> reason."""
     notes: tuple[str, ...] = ()

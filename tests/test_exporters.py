@@ -221,7 +221,7 @@ def test_best_yaml_of_nothing_composes(tmp_path):
         ({"train.batch_size": "a\n"}, "no dotted Hydra key"),
         ({"train.batch_size": {"key": "a", "values": [1]}}, "values must be a mapping"),
         ({"train.batch_size": {"key": "a", "values": {"x": 1}}}, "allowed: a whole number"),
-        ({"train.precision": {"key": "a", "values": {"bf17": 1}}}, "train.precision=bf17"),
+        ({"train.precision": {"key": "a", "values": {"bf17": 1}}}, "train.precision='bf17'"),
         (
             {"train.precision": {"key": "a", "values": {"bf16": [1]}}},
             "a text, number, bool or null",

@@ -490,9 +490,10 @@ def test_the_zygotes_imports_ask_for_no_device(tmp_path):
             raise RuntimeError("asked for devices")
         for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_getCurrentRawStream"):
             setattr(torch._C, name, asked)
-        from autotune.probe.zygote import preload
+        from autotune.probe.zygote import import_needed, preload
         failed = preload(["numpy", "sklearn.datasets", "PIL.Image"])["failed"]
         assert not failed, failed
+        import_needed()
         assert "triton.runtime" in sys.modules
     """
     ran = subprocess.run(

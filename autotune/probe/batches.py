@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,8 +22,16 @@ def mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(mapped(value, change) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(mapped(value, change) for value in batch)
+        return _same_sequence(batch, [mapped(value, change) for value in batch])
     return change(batch)
+
+
+def _same_sequence(batch: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """Keep a subclass, where it is made as lists and tuples are."""
+    try:
+        return type(batch)(values)
+    except TypeError:
+        return values if isinstance(batch, list) else tuple(values)
 
 
 def _same_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -30,11 +39,12 @@ def _same_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     if type(batch) is dict:
         return values
     try:
-        copy = batch.copy()  # type: ignore[attr-defined]
-        copy.update(values)
-    except (AttributeError, TypeError):
+        copied: Any = copy.copy(batch)
+        for key, value in values.items():
+            copied[key] = value
+    except TypeError:
         return values
-    return copy
+    return copied
 
 
 def moved(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:

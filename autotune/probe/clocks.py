@@ -95,6 +95,8 @@ class DeviceClock:
         """Let the host run ahead by two steps at most; pinned buffers stay few, too."""
         while len(self._ahead) > RUN_AHEAD:
             self._ahead.popleft().synchronize()
+        # Passed when all work sent so far is done: from there on the device waits for this batch.
+        self._idle_from = self._event()
 
     def after_copy(self) -> None:
         """The device can go on: its wait for data is over."""
@@ -103,10 +105,8 @@ class DeviceClock:
             self._idle_from = None
 
     def after_step(self) -> None:
-        """From here on the device waits for the next batch."""
-        done = self._event()
-        self._ahead.append(done)
-        self._idle_from = done
+        """Remember where the step ends: the host may run ahead of it, but not far."""
+        self._ahead.append(self._event())
 
     def edge(self) -> torch.Event:
         """A timing event in the device's stream."""

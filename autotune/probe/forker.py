@@ -45,11 +45,23 @@ class Job:
 
 
 class Forker:
-    """Serves a launcher: forks what it asks for, and ends what it wants ended."""
+    """Serves a launcher: forks what it asks for, and ends what it wants ended.
 
-    def __init__(self, channel: Channel, functions: Mapping[str, JobFunction]) -> None:
+    Args:
+        channel: To the launcher.
+        functions: What the jobs do, by their names.
+        complete: What to do when asked to import the rest; an event tells that it is done.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        functions: Mapping[str, JobFunction],
+        complete: Callable[[], None] = lambda: None,
+    ) -> None:
         self._channel = channel
         self._functions = functions
+        self._complete = complete
         self._running: dict[int, Job] = {}
         self._dead: set[int] = set()
         self._helpers: set[int] = set()
@@ -84,11 +96,17 @@ class Forker:
         return SAFETY_S if self._running else None
 
     def _obey(self, command: Message) -> None:
-        if "kill" not in command:
+        if "complete" in command:
+            self._complete()
+            self._channel.send({"event": "complete"})
+        elif "kill" not in command:
             self._start(command)
-            return
+        else:
+            self._end(command["kill"])
+
+    def _end(self, number: int) -> None:
         for job in self._running.values():
-            if job.id == command["kill"] and job.code is None:
+            if job.id == number and job.code is None:
                 end_group(job.pid)
 
     def _start(self, command: Message) -> None:

@@ -36,7 +36,8 @@ def peak_bytes() -> int | None:
 def cpu_s() -> tuple[float, float]:
     """CPU seconds of this process, and of all its descendants together."""
     mine = os.times()
-    workers = 0.0
+    # Workers that have ended already count, too: without persistence an epoch's end is theirs.
+    workers = mine.children_user + mine.children_system
     for child in _descendants():
         try:
             times = child.cpu_times()

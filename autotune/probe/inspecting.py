@@ -24,6 +24,8 @@ from autotune.probe.workload import LOADER_ARGUMENTS, Workload, accepted
 from autotune.types import ProbeSpec, WorkloadFacts
 
 STOCK_S = 5.0
+STOCK_MORE_S = 1.0
+"""Where samples are slow, more of them than the parity check needs are not waited for."""
 STOCK_BYTES = 256 * 1024**2
 STOCK_LEAST = 512
 STOCK_FILE = "samples.pkl"
@@ -44,11 +46,12 @@ def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
         refused.update(_sharding(workload, setup))
     # What reads in this process comes last: a dataset may open its files at the first sample,
     # and workers forked after that would share them.
+    setup = _that_forms(workload, setup)
     delivered, batch_bytes = _first_batch(workload, setup, spec, refused)
     samples, sample_s = _stock(workload, setup, spec)
     train = Train(workload, setup, device)
+    setup = _one_step(workload, setup, samples, train)
     exact = _splits_exactly(workload, setup, samples, train)
-    _one_step(workload, setup, samples, train)
     model = train.model
     dtype = _common_dtype(model)
     if dtype in ("bfloat16", "float16"):
@@ -66,6 +69,7 @@ def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
         batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()),
         exact_split=exact,
         default_threads=torch.get_num_threads(),
+        step_batch=setup.batch_size,
         not_applicable=refused,
         notes=tuple(notes),
     )
@@ -84,35 +88,50 @@ def _first_batch(
     source = LoaderSource(workload, _without_workers(setup), spec)
     source.start()
     batch = source.draw()
-    delivered = source.consumed
+    size = source.counted.size or leading(batch)
+    if workload.defined["build_loader"] is not None:
+        refused.update(_ignored(workload, setup, spec, size))
+    return float(size), size_bytes(batch)
+
+
+def _ignored(workload: Workload, setup: Setup, spec: ProbeSpec, size: int) -> dict[str, str]:
+    """What the user's own loader does not take, or takes and ignores."""
     build_loader = workload.defined["build_loader"]
-    if build_loader is not None:
-        names = accepted(build_loader)
-        for name in LOADER_ARGUMENTS:
-            if name not in names and name not in ("shuffle", "drop_last"):
-                refused[_knob_of(name)] = f"build_loader takes no {name}"
-        asked = {**setup.loader, "num_workers": setup.workers + 1}
-        workers = workload.loader(asked, torch.Generator()).num_workers
-        if workers != setup.workers + 1:
-            refused["loader.num_workers"] = (
-                f"build_loader uses {workers} workers whatever it is asked for"
-            )
-        size = _delivered_size(batch, delivered, workload)
-        if size != setup.batch_size and _length(workload) not in (None, delivered):
-            refused["train.batch_size"] = (
-                f"the loader delivers {size} samples whatever the batch size; "
-                "take batch_size in build_loader"
-            )
-    return float(delivered), size_bytes(batch)
+    assert build_loader is not None
+    named = accepted(build_loader)
+    refused = {
+        _knob_of(name): f"build_loader takes no {name}"
+        for name in LOADER_ARGUMENTS
+        if name not in (*named, "shuffle", "drop_last")
+    }
+    asked = {**setup.loader, "num_workers": setup.workers + 1}
+    workers = workload.loader(asked, torch.Generator()).num_workers
+    if workers != setup.workers + 1:
+        refused["loader.num_workers"] = (
+            f"build_loader uses {workers} workers whatever it is asked for"
+        )
+    if "batch_size" not in named or _ignores_batch_size(workload, setup, spec, size):
+        refused["train.batch_size"] = (
+            f"the loader delivers {size} samples whatever the batch size; "
+            "take batch_size in build_loader"
+        )
+    return refused
+
+
+def _ignores_batch_size(workload: Workload, setup: Setup, spec: ProbeSpec, size: int) -> bool:
+    if size == _length(workload):
+        return False
+    other = 1 if setup.batch_size > 1 else 2
+    asked = replace(setup, loader={**setup.loader, "batch_size": other})
+    source = LoaderSource(workload, _without_workers(asked), spec)
+    source.start()
+    delivered = source.counted.size or leading(source.draw())
+    return size != setup.batch_size or delivered != other
 
 
 def _without_workers(setup: Setup) -> Setup:
     loader = {name: setup.loader[name] for name in setup.loader if name not in WORKERS_ONLY}
     return replace(setup, loader={**loader, "num_workers": 0})
-
-
-def _delivered_size(batch: Any, delivered: int, workload: Workload) -> int:
-    return leading(batch) if workload.defined["count_samples"] is not None else delivered
 
 
 def _knob_of(argument: str) -> str:
@@ -125,10 +144,12 @@ def _sharding(workload: Workload, setup: Setup) -> dict[str, str]:
     arguments.pop("persistent_workers", None)
     loader = workload.loader(arguments, torch.Generator().manual_seed(0))
     loader.collate_fn = _digest
-    first: dict[int, list[str]] = {0: [], 1: []}
-    for turn, digest in enumerate(itertools.islice(loader, 2 * PROBED_SAMPLES)):
-        first[turn % 2].append(str(digest))
-    if first[0] and first[0] == first[1]:
+    try:
+        digests = list(itertools.islice(loader, 2 * PROBED_SAMPLES))
+    except Exception as error:  # noqa: BLE001 - whatever it raises, with fewer workers it may run
+        reason = f"two workers cannot read the dataset: {type(error).__name__}"
+        return {"loader.num_workers>1": reason}
+    if len(digests) > 1 and digests[::2] == digests[1::2]:
         reason = "the dataset does not shard by get_worker_info(): every worker repeats it"
         return {"loader.num_workers>1": reason}
     return {}
@@ -150,12 +171,14 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
     size, started = 0, time.perf_counter()
     for sample in itertools.islice(_in_order(workload, setup), wanted):
         try:
-            pickled.append(pickle.dumps(sample))
+            pickled.append(pickle.dumps(mapped(sample, _without_the_rest)))
         except Exception:  # noqa: BLE001 - whatever the user's class raises: no stock then
             return [], 0.0
         samples.append(sample)
         size += len(pickled[-1])
-        if size > STOCK_BYTES or time.perf_counter() - started > STOCK_S:
+        spent = time.perf_counter() - started
+        needed = len(samples) < 3 * spec.global_batch
+        if size > STOCK_BYTES or spent > (STOCK_S if needed else STOCK_MORE_S):
             break
     spent = time.perf_counter() - started
     part = Path(spec.folder, f"{STOCK_FILE}.part")
@@ -163,6 +186,13 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
         pickle.dump(pickled, file)
     os.replace(part, Path(spec.folder, STOCK_FILE))
     return samples, spent / max(len(samples), 1)
+
+
+def _without_the_rest(leaf: Any) -> Any:
+    """A view's own values: with it, all of the tensor that it looks into would be stored."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf
 
 
 def _in_order(workload: Workload, setup: Setup) -> Iterator[Any]:
@@ -198,11 +228,40 @@ def _splits_exactly(workload: Workload, setup: Setup, samples: list[Any], train:
     return abs(whole - parts) <= SPLIT_TOLERANCE * max(abs(whole), 1e-6)
 
 
-def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train) -> None:
-    """One whole optimizer step: what fails here fails everywhere."""
+def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train) -> Setup:
+    """One whole optimizer step, with fewer samples where the user's micro-batch fails.
+
+    What fails with a single sample, too, fails everywhere; the first error tells why.
+    """
+    first_error: Exception | None = None
+    for shift in range(setup.batch_size.bit_length()):
+        smaller = _of_size(setup, setup.batch_size >> shift)
+        try:
+            _step_on_stock(workload, smaller, samples, train)
+        except Exception as error:  # noqa: BLE001 - out of memory is only the likeliest
+            first_error = first_error or error
+        else:
+            return smaller
+    assert first_error is not None
+    raise first_error
+
+
+def _step_on_stock(workload: Workload, setup: Setup, samples: list[Any], train: Train) -> None:
     turn = itertools.count()
     size = setup.batch_size
     train.step(lambda: _stocked(workload, setup, samples, next(turn) * size, size, train))
+
+
+def _that_forms(workload: Workload, setup: Setup) -> Setup:
+    """A batch no larger than the dataset: a larger one never comes where partial ones drop."""
+    length = _length(workload)
+    return setup if not length else _of_size(setup, min(setup.batch_size, length))
+
+
+def _of_size(setup: Setup, batch_size: int) -> Setup:
+    if batch_size == setup.batch_size:
+        return setup
+    return replace(setup, loader={**setup.loader, "batch_size": batch_size})
 
 
 def _stocked(

@@ -26,6 +26,8 @@ MOST_SKIPPED = 20
 """Steps after which fp16 warm-up gives up waiting for one that is not skipped."""
 LEAST_BEATEN = 4
 """Blocks before a probe may be judged unable to win."""
+LONGEST = 4
+"""Times its planned length that a window may last for the sake of steps slower than that."""
 STARVED = 0.02
 """Share of waiting above which blocks are made of whole rounds of the workers."""
 
@@ -59,6 +61,8 @@ class Loop:
         self.spec = spec
         self._device = torch.device(spec.device)
         self._move = spec.sink.value == "train"
+        self._started = 0.0
+        self._steps = 0
 
     def draw(self) -> Any:
         """The next batch, on the device."""
@@ -69,9 +73,9 @@ class Loop:
             self.clock.after_copy()
         return batch
 
-    def warm_up(self) -> float:
-        """Run until the pipeline is primed; seconds per step."""
-        started = time.perf_counter()
+    def warm_up(self) -> None:
+        """Run until the pipeline is primed and nothing lies in stock."""
+        started = self._started = time.perf_counter()
         rounds = max(WARM_STEPS, math.ceil(self.source.workers / self.sink.accumulation))
         enough_s = WARM_DEVICE_S if self._device.type != "cpu" else 0.0
         most_s = max(enough_s, self.spec.max_window_s / 2)
@@ -83,17 +87,18 @@ class Loop:
             if steps >= WARM_STEPS and (spent >= most_s or (steps >= rounds and spent >= enough_s)):
                 break
         self._await_unskipped()
+        if self.source.workers:
+            self.source.drain()
+            self._step()  # waits for what the workers had only begun to make
         self.clock.settle()
-        return (time.perf_counter() - started) / steps
 
-    def timed(self, step_s: float) -> Window:
+    def timed(self) -> Window:
         """Blocks of whole steps until the interval is narrow, or it makes no sense to go on."""
         window = Window(start_ns=time.time_ns())
         started = time.perf_counter()
-        per_block = self._steps_per_block(step_s)
         pending: deque[Callable[[], Block]] = deque()
         while not self._is_over(window, time.perf_counter() - started):
-            pending.append(self._block(per_block, window))
+            pending.append(self._block(window))
             while len(pending) > self.clock.lag:
                 window.blocks.append(pending.popleft()())
         self.clock.settle()
@@ -101,15 +106,17 @@ class Loop:
         window.end_ns = time.time_ns()
         return window
 
-    def _block(self, steps: int, window: Window) -> Callable[[], Block]:
-        """Run some steps; the block is read later, when its edges have been passed."""
+    def _block(self, window: Window) -> Callable[[], Block]:
+        """Run steps for a while; the block is read later, when its edges have been passed."""
         source = self.source
         consumed, produced = source.consumed, source.produced
         waited, restarts = source.waited_s, len(source.restarts_s)
-        start = self.clock.edge()
-        loss = None
-        for _ in range(steps):
+        together = self._steps_per_round()
+        start, begun = self.clock.edge(), time.perf_counter()
+        loss, steps = None, 0
+        while not steps or steps % together or time.perf_counter() - begun < self.spec.block_s:
             loss = self._step()
+            steps += 1
         end = self.clock.edge()
         if loss is not None:
             window.losses.append(loss)
@@ -136,10 +143,11 @@ class Loop:
     def _step(self) -> Tensor | None:
         loss = self.sink.step(self.draw)
         self.clock.after_step()
+        self._steps += 1
         return loss
 
     def _await_unskipped(self) -> None:
-        """fp16 begins by skipping steps while its scale falls; skipped steps are cheaper."""
+        """fp16 begins by skipping steps while its scale falls, and they are cheaper."""
         if not getattr(self.sink, "scaled", False):
             return
         for _ in range(MOST_SKIPPED):
@@ -148,20 +156,23 @@ class Loop:
             if self.sink.optimizer_steps > before:
                 return
 
-    def _steps_per_block(self, step_s: float) -> int:
-        steps = max(1, math.ceil(self.spec.block_s / max(step_s, 1e-6)))
-        workers = self.source.workers
-        if workers and self.source.waited_s > STARVED * step_s * WARM_STEPS:
-            # Workers finish in rounds: one slow batch, then a batch from each of the others.
-            rounds = math.lcm(workers, self.sink.accumulation) // self.sink.accumulation
-            whole = math.ceil(steps / rounds) * rounds
-            if whole * step_s <= self.spec.max_window_s / (2 * LEAST_COUNTED):
-                return whole
-        return steps
+    def _steps_per_round(self) -> int:
+        """Steps that a block is made of whole: those of a round of workers that are waited for.
+
+        Workers finish in rounds: one slow batch, then at once a batch from each of the others.
+        """
+        spent = time.perf_counter() - self._started
+        if not self.source.workers or self.source.waited_s < STARVED * spent:
+            return 1
+        accumulation = self.sink.accumulation
+        steps = math.lcm(self.source.workers, accumulation) // accumulation
+        longest_s = self.spec.max_window_s / (2 * LEAST_COUNTED)
+        return steps if steps * spent / self._steps <= longest_s else 1
 
     def _is_over(self, window: Window, elapsed_s: float) -> bool:
         blocks = window.blocks
-        if elapsed_s >= self.spec.max_window_s and len(blocks) >= 1:
+        enough = LEAST_COUNTED if elapsed_s < LONGEST * self.spec.max_window_s else 1
+        if elapsed_s >= self.spec.max_window_s and len(blocks) >= enough:
             window.stopped = "limit"
             return True
         if self._cannot_win(blocks):

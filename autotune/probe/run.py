@@ -109,12 +109,12 @@ class Probe:
             first_step_s, parity = self._first_steps(workload, setup, sink)
         self._enter("warm-up")
         loop = Loop(source, sink, clock_for(self.device), spec)
-        step_s = loop.warm_up()
+        loop.warm_up()
         self._enter("window")
         host.reset_peak()
         cpu = host.cpu_s()
         skipped = sink.optimizer_steps
-        window = loop.timed(step_s)
+        window = loop.timed()
         self._enter("result")
         measured = Measurement(
             blocks=tuple(window.blocks),
@@ -213,10 +213,10 @@ class Probe:
 
 def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failure:
     """A number that means nothing is no measurement."""
+    if not any(block.consumed for block in measured.blocks):
+        return Failure(status=Status.INVALID, message="count_samples counts none", phase="window")
     if isinstance(sink, Discard):
         return measured
-    if not measured.finite:
-        return Failure(status=Status.INVALID, message="non-finite loss", phase="window")
     if measured.optimizer_steps == 0:
         skipped = "all fp16 steps skipped: " if sink.scaled else ""
         return Failure(
@@ -224,6 +224,8 @@ def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failu
             message=f"{skipped}no optimizer step in {measured.steps} steps",
             phase="window",
         )
+    if not measured.finite:
+        return Failure(status=Status.INVALID, message="non-finite loss", phase="window")
     return replace(measured, skipped_steps=max(0, measured.steps - measured.optimizer_steps))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,26 +17,26 @@ from autotune.types import Value
 class Setup:
     """The loader's arguments and the step's settings, as the knobs left them."""
 
-    loader: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any]
     accumulation: int = 1
     precision: str = "default"
     threads: int | None = None
-    delivered_batch: int = 1
 
     @property
     def workers(self) -> int:
         """Loader workers."""
-        return int(self.loader.get("num_workers", 0))
+        return int(self.loader["num_workers"])
 
     @property
     def batch_size(self) -> int:
         """Samples of a micro-batch."""
-        return int(self.loader.get("batch_size", self.delivered_batch))
+        return int(self.loader["batch_size"])
 
 
 def setup_of(config: Mapping[str, Value], delivered_batch: int) -> Setup:
     """Let each knob of the config act."""
-    setup = Setup(delivered_batch=delivered_batch)
+    # A `build_loader` that takes an argument gets it, also where the knob does not apply.
+    setup = Setup({"batch_size": delivered_batch, "num_workers": 0, "pin_memory": False})
     for name, value in config.items():
         KNOBS[name].act(setup, value)
     return setup

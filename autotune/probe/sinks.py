@@ -77,7 +77,11 @@ class Train:
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps really taken: a skipped one does not call the hook."""
+        """Steps really taken: a skipped one does not call the hook; synchronises if fused."""
+        # A fused optimizer is always called, and skips by itself.
+        if self.scaled and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            states = self.optimizer.state.values()
+            return max((int(state["step"]) for state in states if "step" in state), default=0)
         return self._steps
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 import time
@@ -36,16 +37,18 @@ class Counted:
         self.collate = collate
         self.count_samples = workload.defined["count_samples"]
         self.batched = batched
+        self.size = 0
+        """Samples of the last batch that was made in this process."""
         self.made = torch.zeros(MOST_WORKERS + 1, dtype=torch.int64)
         self.made.share_memory_()  # type: ignore[no-untyped-call]
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
         """The batch, and how many samples it holds."""
         batch = self.collate(samples)
+        self.size = len(samples) if self.batched else leading(batch)
+        counted = self.size
         if self.count_samples is not None:
             counted = int(self.count_samples(batch))
-        else:
-            counted = len(samples) if self.batched else leading(batch)
         worker = get_worker_info()
         slot = 0 if worker is None else 1 + worker.id % MOST_WORKERS
         self.made[slot] += counted
@@ -77,7 +80,6 @@ class LoaderSource:
         self._held: tuple[int, Any] | None = None
 
     def start(self) -> float:
-        """Nothing to start."""
         """Start the workers and hold the first batch; seconds that it took."""
         started = time.perf_counter()
         self._iterator = iter(self.loader)
@@ -86,6 +88,13 @@ class LoaderSource:
         except StopIteration:
             raise NoBatchesError(_why_no_batches(self.loader)) from None
         return time.perf_counter() - started
+
+    def drain(self) -> None:
+        """Take what was made ahead: a window that begins with it would flatter the loader."""
+        for _ in range(self.workers * (self.loader.prefetch_factor or 0)):
+            if self.produced <= self.consumed:
+                return
+            self.draw()
 
     def draw(self) -> Any:
         """The next batch; the time blocked for it is waiting, an epoch's border is not."""
@@ -141,6 +150,9 @@ class CachedSource:
         """Nothing to start."""
         return 0.0
 
+    def drain(self) -> None:
+        """A ring holds no more than it gives."""
+
     def draw(self) -> Any:
         """A copy at container level: the user's loss may pop keys or work in place."""
         index = next(self._turn)
@@ -148,11 +160,7 @@ class CachedSource:
         if not self._clone and _versions(batch) != self._versions[index]:
             self._clone = True
         self.consumed += count
-        clone = self._clone
-        return mapped(
-            batch,
-            lambda leaf: leaf.clone() if clone and isinstance(leaf, torch.Tensor) else leaf,
-        )
+        return mapped(batch, _cloned if self._clone else _handed_out)
 
     @property
     def produced(self) -> int:
@@ -223,6 +231,17 @@ def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
 def _is_batched(loader: DataLoader[Any]) -> bool:
     """Whether collate gets a list of samples, not one sample."""
     return loader.batch_sampler is not None or loader.batch_size is not None
+
+
+def _handed_out(leaf: Any) -> Any:
+    """Tensors as they are; an object of the user's with attributes of its own."""
+    if isinstance(leaf, torch.Tensor) or not hasattr(leaf, "__dict__"):
+        return leaf
+    return copy.copy(leaf)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def _versions(batch: Any) -> list[int]:

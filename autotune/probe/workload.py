@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from autotune.errors import ModelFileError
 from autotune.probe.host import resident_bytes
+from autotune.source import plain_dict
 from autotune.types import ModelFacts, ModelRef
 
 LOADER_ARGUMENTS = (
@@ -102,8 +103,8 @@ class Workload:
         """What the driver has to know of the file."""
         build_loader = self.defined["build_loader"]
         return ModelFacts(
-            current=_plain(getattr(self.holder, "CURRENT", None), "CURRENT", self.ref),
-            keys=_plain(getattr(self.holder, "KEYS", None), "KEYS", self.ref) or {},
+            current=plain_dict(getattr(self.holder, "CURRENT", None), "CURRENT", self.ref),
+            keys=plain_dict(getattr(self.holder, "KEYS", None), "KEYS", self.ref) or {},
             unit=str(getattr(self.holder, "UNIT", "samples")),
             cacheable=bool(getattr(self.holder, "CACHEABLE", False)),
             fresh=self.fresh,
@@ -135,7 +136,10 @@ class Workload:
     def _build(self, seed: int, device: torch.device | None) -> None:
         if self.dataset is None:
             seed_everything(seed)
-            self.dataset = self._call_builder("build_dataset", device)
+            dataset = self._call_builder("build_dataset", device)
+            if dataset is not None and self.defined["build_loader"] is None:
+                _check_dataset(dataset, self.ref)
+            self.dataset = dataset
         if self.model is None:
             seed_everything(seed)
             model = self._call_builder("build_model", device)
@@ -229,6 +233,16 @@ def accepted(build_loader: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in LOADER_ARGUMENTS if name in named)
 
 
+def _check_dataset(dataset: Any, ref: ModelRef) -> None:
+    """Refuse what no DataLoader can read; the user's own loader may read anything."""
+    by_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not by_index and not isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ModelFileError(
+            f"{ref.path}: build_dataset returned {type(dataset).__name__}; it must return a "
+            "torch.utils.data.Dataset with __len__ and __getitem__, or an IterableDataset"
+        )
+
+
 def is_lightning(model: object) -> bool:
     """Whether the model is a LightningModule, without importing Lightning."""
     return any(
@@ -254,7 +268,8 @@ def _imported(ref: ModelRef) -> ModuleType:
     root, name = _import_root(path)
     sys.path.insert(0, str(root))
     known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
+    taken = known is not None and getattr(known, "__file__", None) != str(path)
+    if taken or "." in path.stem:
         return _imported_beside(path, name, ref)
     try:
         return importlib.import_module(name)
@@ -263,7 +278,7 @@ def _imported(ref: ModelRef) -> ModuleType:
 
 
 def _imported_beside(path: Path, name: str, ref: ModelRef) -> ModuleType:
-    """Import a file whose name a library has taken already, under another one."""
+    """Import a file whose name is taken by a library, or is none for a module, under another."""
     alias = f"{name}_model_file"
     spec = importlib.util.spec_from_file_location(alias, path)
     assert spec is not None
@@ -318,36 +333,27 @@ def _check(defined: Mapping[str, Any], ref: ModelRef) -> None:
             )
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise ModelFileError(f"{ref.path}: {name} must be a plain function, {shown}")
-        if not _takes(function, CALLED_WITH[name]):
+        named = accepted(function) if name == "build_loader" else ()
+        if not _takes(function, CALLED_WITH[name], named):
             raise ModelFileError(
                 f"{ref.path}: {name}{inspect.signature(function)} cannot be called as {shown}"
             )
 
 
-def _takes(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
+def _takes(
+    function: Callable[..., Any], names: tuple[str, ...], named: tuple[str, ...] = ()
+) -> bool:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none
         return True
-    needed = {"device": None} if "device" in signature.parameters and not names else {}
+    if "device" in signature.parameters and not names:
+        named = ("device",)
     try:
-        signature.bind(*names, **needed)
+        signature.bind(*names, **dict.fromkeys(named))
     except TypeError:
         return False
     return True
-
-
-def _plain(value: Any, name: str, ref: ModelRef) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ModelFileError(f"{ref.path}: {name} must be a dict with knob names as keys")
-    for key, entry in value.items():
-        if not isinstance(entry, str | int | float | bool | dict | None):
-            raise ModelFileError(
-                f"{ref.path}: {name}[{key!r}] is {type(entry).__name__}; plain values only"
-            )
-    return dict(value)
 
 
 def _as_loss(result: Any) -> Tensor:

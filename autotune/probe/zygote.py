@@ -51,13 +51,20 @@ def main(descriptor: int) -> NoReturn:
     orders = channel.receive(None)  # raises if the driver was gone before prctl
     assert orders is not None
     look_like_the_driver(orders)
+    meet_in(orders["folder"])
     ready = preload(orders["preload"])
     # From here on the socket tells, and better: the kernel's signal would also come when only the
     # driver's thread that started this process ends.
     prctl(PR_SET_PDEATHSIG, 0)
     channel.send(ready)
+    # A file that is refused leaves nothing behind, not even its compiled code.
+    sys.dont_write_bytecode = True
     threads = ready["default_threads"]
-    Forker(channel, {"template": partial(run_template, threads), **jobs(threads, None)}).serve()
+    functions: dict[str, JobFunction] = {
+        "template": partial(run_template, threads),
+        **jobs(threads, None),
+    }
+    Forker(channel, functions, complete=import_needed).serve()
     shutil.rmtree(orders["folder"], ignore_errors=True)
     with suppress(OSError):  # others of the launcher's are still in there
         os.rmdir(os.path.dirname(orders["folder"]))
@@ -75,6 +82,17 @@ def look_like_the_driver(orders: Message) -> None:
     main_module = sys.modules["__main__"]
     main_module.__spec__ = None
     main_module.__dict__.pop("__file__", None)
+
+
+def meet_in(folder: str) -> None:
+    """Let the loader workers of all probes meet in a folder that the launcher removes.
+
+    A killed one could not remove its own.
+    """
+    from multiprocessing import process
+
+    # Where multiprocessing.util.get_temp_dir looks before it makes a folder.
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def set_variable(name: str, value: str | None) -> None:
@@ -95,8 +113,8 @@ def preload(modules: Iterable[str]) -> Message:
     threads = torch.get_num_threads()
     # An OpenMP pool that was started before a fork makes every child hang.
     torch.set_num_threads(1)
-    failed = [name for name in (*NEEDED, *modules) if not imports_well(name)]
-    freeze_memory()
+    failed = [name for name in modules if not imports_well(name)]
+    gc.freeze()
     return {
         "event": "ready",
         "default_threads": threads,
@@ -104,6 +122,17 @@ def preload(modules: Iterable[str]) -> Message:
         "torch": torch.__version__,
         "failed": failed,
     }
+
+
+def import_needed() -> None:
+    """Import what every probe needs and no model file does.
+
+    It takes as long as torch itself, and what is wrong with a model file shows without it: so the
+    template loads the file first.
+    """
+    for name in NEEDED:
+        imports_well(name)
+    freeze_memory()
 
 
 def imports_well(name: str) -> bool:
@@ -166,6 +195,7 @@ def run_template(threads: int, command: Message, descriptor: int | None) -> None
             channel.send({"event": "loaded", "facts": encode(workload.facts())})
             if command.get("alone"):
                 return
+            import_needed()
             started = time.perf_counter()
             workload.build(command["seed"])
             build_s = time.perf_counter() - started

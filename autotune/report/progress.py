@@ -39,7 +39,7 @@ def result(trial: Trial) -> str:
     assert trial.measurement is not None
     speed = throughput(trial.measurement)
     labels = f" ({', '.join(trial.labels)})" if trial.labels else ""
-    return f"{words.interval(speed)} samples/s{labels}" if speed else "no rate"
+    return f"{words.rate(speed)}{labels}" if speed else "no rate"
 
 
 def _what(trial: Trial, state: RunState) -> str:
@@ -95,7 +95,7 @@ class Screen:
         if baseline is None:
             return ""
         best = max(speeds, key=lambda config: speeds[config].value)
-        change = words.change(best, state.baseline) or "your config"
+        change = words.change(best, state.baseline) or state.baseline_name
         gain = speeds[best].value / baseline.value
         return f"best so far: {words.number(speeds[best].value)} samples/s, {gain:.2f}x ({change})"
 

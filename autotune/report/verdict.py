@@ -40,14 +40,14 @@ def first_line(state: RunState) -> str:
     answer = state.answer
     assert answer is not None
     baseline = _speed(state, state.baseline)
-    measured = f"{words.interval(baseline.speed)}" if baseline else "it gave no measurement"
-    unit = f"{state.model_facts.unit}/s" if baseline else ""
+    unit = state.model_facts.unit
+    measured = words.rate(baseline.speed, unit) if baseline else "no measurement"
     if answer.keep:
         kept = "keep yours" if state.has_current else "keep PyTorch's defaults"
-        return f"{kept}: {measured} {unit}".rstrip()
-    whose = "your config" if state.has_current else "PyTorch's defaults"
+        return f"{kept}: {measured}"
     gain = f" -> {words.times(answer.speedup)}" if answer.speedup else ""
-    return f"{whose}, as we ran {'it' if state.has_current else 'them'}: {measured} {unit}{gain}"
+    them = "it" if state.has_current else "them"
+    return f"{state.baseline_name}, as we ran {them}: {measured}{gain}"
 
 
 def path_rows(state: RunState) -> list[PathRow]:
@@ -106,23 +106,39 @@ def _why(state: RunState) -> list[str]:
     if not answer.verified:
         return _wrapped(f"This is {answer.reason}.")
     if answer.speedup is None:
-        return _wrapped("Your config gave no measurement, so there is no speed-up to state.")
+        return _wrapped(f"{_whose(state)} gave no measurement, so there is no speed-up to state.")
     than = "yours" if state.has_current else "PyTorch's defaults"
     point = _speed(state, answer.config)
     assert point is not None
-    unit = state.model_facts.unit
+    compared = "faster than" if answer.speedup.value >= 1 else "the speed of"
     return _wrapped(
-        f"The answer makes {words.interval(point.speed)} {unit}/s: "
-        f"{words.times(answer.speedup)} faster than {than}."
+        f"The answer makes {words.rate(point.speed, state.model_facts.unit)}: "
+        f"{words.times(answer.speedup)} {compared} {than}.{_why_not_kept(state)}"
     )
+
+
+def _why_not_kept(state: RunState) -> str:
+    """What rules the baseline out as an answer, where something does."""
+    space = state.space
+    if space is None or space.admits(space.baseline):
+        return ""
+    reasons = [
+        f"{words.told(refusal.knob, refusal.value)}: {refusal.reason}"
+        for refusal in space.refusals
+        if refusal.value is not None and space.baseline.get(refusal.knob) == refusal.value
+    ]
+    return f" It cannot be kept: {'; '.join(reasons) or 'the search space rules it out'}."
+
+
+def _whose(state: RunState) -> str:
+    return f"{state.baseline_name[0].upper()}{state.baseline_name[1:]}"
 
 
 def _bottleneck(state: RunState) -> Iterator[str]:
     """What holds the baseline back, and what it would gain without that."""
-    whose = "Your config" if state.has_current else "PyTorch's defaults"
     for finding in diagnose(state.trials, state.baseline):
         could = f" Never waiting, it could be {finding.gain:.1f}x as fast." if finding.gain else ""
-        yield from _wrapped(f"{whose}: {finding.bottleneck}. {finding.evidence}.{could}")
+        yield from _wrapped(f"{_whose(state)}: {finding.bottleneck}. {finding.evidence}.{could}")
 
 
 def _path(state: RunState) -> Iterator[str]:

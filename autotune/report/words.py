@@ -44,9 +44,9 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def interval(estimate: Estimate) -> str:
-    """`412 [405, 419]`."""
-    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+def rate(estimate: Estimate, unit: str = "samples") -> str:
+    """`412 samples/s [405, 419]`."""
+    return f"{number(estimate.value)} {unit}/s [{number(estimate.low)}, {number(estimate.high)}]"
 
 
 def times(estimate: Estimate) -> str:

@@ -1,0 +1,198 @@
+"""Jobs whose best configuration is known by construction: the tuner must find it, short as it runs.
+
+Their time is spent in `sleep`, so that a noisy machine does not matter. Where speed itself is
+claimed, an independent ruler measures it, side by side with the known best.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import ruler
+
+import autotune
+
+PLANTED = Path(__file__).parent / "planted"
+MOST_END_TO_END = 25
+CLOSE = 0.97
+"""Share of the known best's speed that an answer must reach, give or take the ruler's noise."""
+
+ONLY_BATCH = {"train": {"batch_size": "auto", "accumulation_steps": "auto"}}
+ONLY_PRECISION = {"train": {"precision": ["default", "fp16"]}}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+
+
+@pytest.fixture
+def tune(tmp_path):
+    """Tune a planted job into a folder of its own."""
+
+    def run(name, budget, *, space="default", **options):
+        model, _, factory = name.partition(":")
+        reference = f"{PLANTED / model}.py" + (f":{factory}" if factory else "")
+        if not isinstance(space, str):
+            (tmp_path / "space.yaml").write_text(json.dumps(space))
+            space = str(tmp_path / "space.yaml")
+        folder = str(tmp_path / "run")
+        done = autotune.tune(reference, budget=budget, space=space, output=folder, **options)
+        assert len(end_to_end(done)) <= MOST_END_TO_END
+        return done
+
+    return run
+
+
+def end_to_end(run):
+    rows = run.trials
+    together = (rows.source == "loader") & (rows.sink == "train") & (rows.stage != "inspect")
+    return rows[together & ~rows.status.isin(["not_applicable", "skipped"])]
+
+
+def answer(run):
+    """The answer's knobs, as numbers and words."""
+    return dict(run._answer.config)
+
+
+def rows_with(run, **knobs):
+    """The launched rows with these values; a name's underscores stand for dots, once."""
+    rows = run.trials[~run.trials.status.isin(["not_applicable", "skipped"])]
+    for name, value in knobs.items():
+        rows = rows[rows[name.replace("_", ".", 1)] == value]
+    return rows
+
+
+def is_close_to_the_best(name, config):
+    model = str(PLANTED / f"{name}.py")
+    configs = {"answer": config, "best": runpy.run_path(model)["BEST"]}
+    rates = ruler.compare(model, configs, seconds=2.0, rounds=2)
+    return ruler.ratio(rates, "answer", "best") >= CLOSE - ruler.noise(rates)
+
+
+# The right knob is found
+
+
+def test_workers_that_wait_are_many_more_than_the_cores(tune):
+    run = tune("waiting_loader", "40s", space="loader")
+    assert not run.keep
+    assert answer(run)["loader.num_workers"] >= 8
+    assert run.speedup.low > 5
+    assert run.diagnosis[0].bottleneck == "data-starved: storage"
+    assert is_close_to_the_best("waiting_loader", answer(run))
+
+
+def test_storage_is_asked_by_few_workers(tune):
+    run = tune("token_bucket", "25s", space="loader")
+    assert not run.keep
+    assert answer(run)["loader.num_workers"] in (1, 2)
+    assert run.speedup.low > 1.2
+
+
+def test_a_held_global_batch_is_made_without_accumulation(tune):
+    run = tune("device_affine", "40s")
+    assert answer(run)["train.batch_size"] == 32
+    assert answer(run)["train.accumulation_steps"] == 1
+    assert answer(run).get("loader.num_workers") == 0
+    assert run.speedup.low > 1.5
+    assert is_close_to_the_best("device_affine", answer(run))
+
+
+def test_a_free_global_batch_grows_until_it_gains_no_more(tune):
+    run = tune("device_affine", "25s", space=ONLY_BATCH, global_batch="free")
+    assert answer(run)["train.batch_size"] in (128, 256)
+    assert answer(run)["train.accumulation_steps"] == 1
+    assert run.speedup.low > 2
+
+
+def test_where_no_knob_matters_yours_are_kept(tune):
+    run = tune("no_knob_matters", "30s")
+    assert run.keep
+    assert answer(run)["train.batch_size"] == 32
+    assert answer(run)["loader.num_workers"] == 0
+    assert run.speedup.value == 1.0
+
+
+# What fails is a row with a reason, and the run goes on
+
+
+def test_the_batch_stops_below_the_size_that_fails(tune):
+    run = tune("fails_above:OutOfMemory", "20s", space=ONLY_BATCH, global_batch="free")
+    assert answer(run)["train.batch_size"] == 48
+    failing = rows_with(run, train_batch_size=64)
+    assert set(failing.status) == {"out_of_memory"}
+    assert failing.reason.str.startswith("device: ").all()
+
+
+def test_a_batch_of_yours_that_fails_is_descended_from(tune):
+    run = tune("fails_above:StartsAbove", "20s", space=ONLY_BATCH, global_batch="free")
+    assert answer(run)["train.batch_size"] == 48
+    assert run.speedup is None
+    assert not run.keep
+    baseline = run.trials[run.trials.stage == "baseline"].iloc[0]
+    assert baseline.status == "error"
+    assert "this model takes at most 48 samples" in baseline.reason
+    assert len(run.trials[run.trials.status == "error"]) <= 4
+
+
+def test_a_dataset_smaller_than_the_batch_is_told_and_left_behind(tune):
+    run = tune("tiny_dataset", "15s", space=ONLY_BATCH)
+    baseline = run.trials[run.trials.stage == "baseline"].iloc[0]
+    assert baseline.status == "invalid"
+    assert baseline.reason.startswith("0 batches: a dataset of 20 samples")
+    assert answer(run)["train.batch_size"] == 16
+    assert answer(run)["train.accumulation_steps"] == 4
+    assert run.speedup is None
+
+
+@pytest.mark.parametrize("workers", ["unused", "in use"])
+def test_a_worker_that_hangs_costs_one_probe(tune, workers):
+    variant = {"unused": "Unused", "in use": "InUse"}[workers]
+    run = tune(f"hangs_in_worker:{variant}", "20s", space="loader")
+    assert answer(run)["loader.num_workers"] == 0
+    hung = run.trials[run.trials.status == "timeout"]
+    assert 1 <= len(hung) <= 3
+    assert hung.reason.str.startswith("no result after").all()
+    assert (run.trials.status == "ok").sum() >= 3
+    assert run.keep == (workers == "unused")
+
+
+def test_a_worker_that_dies_leaves_the_job_without_workers(tune):
+    run = tune("worker_dies", "20s", space="loader")
+    assert run.keep
+    assert answer(run)["loader.num_workers"] == 0
+    failed = rows_with(run, loader_num_workers=1)
+    assert set(failed.status) == {"error"}
+    assert failed.reason.str.contains("worker died").all()
+
+
+def test_fp16_that_skips_every_step_is_invalid(tune):
+    run = tune("fp16_overflow", "15s", space=ONLY_PRECISION)
+    skipped = rows_with(run, train_precision="fp16")
+    assert set(skipped.status) == {"invalid"}
+    assert skipped.reason.str.contains("fp16").all()
+    assert run.keep
+
+
+def test_a_loss_that_is_no_number_ends_the_run(cli, tmp_path):
+    run = cli("--model", PLANTED / "nan_loss.py", "--budget", "30s", "--output", "run")
+    assert run.code == 1
+    assert run.out == ""
+    assert "invalid: non-finite loss" in run.err
+    assert (tmp_path / "run" / "failed.csv").exists()
+    assert not (tmp_path / "run" / "overrides.txt").exists()
+
+
+def test_what_cannot_be_pickled_is_forked(tune):
+    run = tune("unpicklable", "20s", space="loader")
+    assert set(run.trials.status) <= {"ok", "dominated", "not_applicable"}
+    assert answer(run)["loader.num_workers"] >= 4
+
+
+@pytest.mark.parametrize("workers", ["unused", "in use"])
+def test_workers_that_repeat_the_data_never_win(tune, workers):
+    variant = {"unused": "Unused", "in use": "InUse"}[workers]
+    run = tune(f"iterable_duplicates:{variant}", "20s", space="loader")
+    assert answer(run)["loader.num_workers"] <= 1
+    refused = run.trials[run.trials.status == "not_applicable"]
+    assert refused.reason.str.contains("every worker repeats it").any()
+    assert not run.keep

@@ -1,0 +1,282 @@
+"""The searchers against made-up jobs whose best config is known by construction."""
+
+import pytest
+from made_up import CPU, EVERYTHING, FACTS, HOPPER, asking
+from oracle import CLOSING, KEPT_BACK, Job, Law, fits_into
+
+from autotune.metrics import read_limit
+from autotune.scene import MOST_END_TO_END
+from autotune.search import SAMPLERS, path_configs
+from autotune.space import ACCUMULATION, BATCH, WORKERS, Goal
+from autotune.types import Source, Stage, Status
+
+YOURS = {WORKERS: 0, BATCH: 32}
+
+LAWS = {
+    "nothing matters": Law(load_s=1e-9, launch_s=0.0, sample_s=1e-3),
+    "launches cost most": Law(load_s=1e-7, launch_s=5e-3, sample_s=1e-6),
+    "a loader that waits": Law(load_s=1e-2, launch_s=1e-3, sample_s=1e-4),
+    "a loader that waits long": Law(load_s=5e-2, launch_s=1e-3, sample_s=1e-5),
+    "a loader that computes": Law(load_s=1e-3, computing=1.0, launch_s=1e-3, sample_s=1e-5),
+    "storage gives no more": Law(load_s=1e-3, most_loaded=3500.0, launch_s=1e-3, sample_s=1e-5),
+    "the device is the limit": Law(load_s=1e-6, launch_s=1e-4, sample_s=1e-3),
+    "both halves alike": Law(load_s=2e-3, launch_s=1e-2, sample_s=2e-4),
+    "a costly epoch border": Law(load_s=2e-3, launch_s=1e-3, sample_s=1e-4, restart_s=30.0),
+    "a costly optimizer": Law(load_s=1e-7, launch_s=1e-4, sample_s=1e-5, optimizer_s=2e-2),
+}
+MACHINES = {
+    "cpu": (CPU, {}),
+    "gpu": (HOPPER, {("train.precision", "bf16"): 2.0, ("train.precision", "tf32"): 1.5}),
+}
+
+
+def job(law, **changes):
+    return Job(law=law, **{"current": YOURS, **changes})
+
+
+@pytest.fixture(params=MACHINES.values(), ids=MACHINES)
+def on_machine(request):
+    """A job on that machine, with what its precisions gain there."""
+    machine, speedups = request.param
+
+    def made(law, **changes):
+        known = Law(**{**vars(law), "speedups": speedups})
+        return job(known, machine=machine, **changes)
+
+    return made
+
+
+# --- the default searcher -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_staged_comes_within_two_percent_of_the_best_in_few_probes(on_machine, name):
+    known = on_machine(LAWS[name], goal=Goal(size=256)).run()
+    # Where a doubling of the micro-batch gains less than 2 %, the ladder ends.
+    assert known.found() > (0.96 if name == "a costly optimizer" else 0.98)
+    assert len(known.end_to_end()) <= MOST_END_TO_END
+    assert len(known.asks) <= 40
+    assert known.answer.verified
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_with_a_free_batch_staged_takes_the_smallest_that_is_about_as_fast(on_machine, name):
+    known = on_machine(LAWS[name]).run()
+    assert known.found() > 0.95
+    assert len(known.end_to_end()) <= MOST_END_TO_END
+    assert len(known.asks) <= 45
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["a loader that waits", "launches cost most", "both halves alike"])
+def test_staged_finds_it_through_the_noise_too(name, seed):
+    known = job(LAWS[name], noise=0.02, seed=seed).run()
+    assert known.found() > 0.9
+    if not known.answer.keep:
+        assert known.truth(known.answer.config) > known.truth(known.space.baseline)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_nothing_matters_everything_stays(seed):
+    known = job(LAWS["nothing matters"], noise=0.01, seed=seed).run()
+    assert known.answer.keep
+
+
+def test_the_users_good_config_stays():
+    best = job(LAWS["a loader that waits"]).run().answer.config
+    again = job(LAWS["a loader that waits"], current=dict(best)).run()
+    assert again.found() > 0.98
+    assert again.truth(again.answer.config) < 1.03 * again.truth(best)
+
+
+@pytest.mark.parametrize("above", [20, 33, 100, 1000])
+def test_a_size_that_fails_is_learnt_from(on_machine, above):
+    law = Law(**{**vars(LAWS["launches cost most"]), "fails_above": above})
+    known = on_machine(law).run()
+    failed = [t for t in known.trials if t.status is Status.OUT_OF_MEMORY]
+    assert known.found() > 0.98
+    assert len(failed) <= 8
+    assert known.answer.config.get(BATCH) <= above
+    assert fits_into(known) > 0.85 * above - 8  # the edge is looked for between powers of two
+
+
+def test_a_baseline_that_fails_is_no_end():
+    law = Law(**{**vars(LAWS["launches cost most"]), "fails_above": 10})
+    known = job(law).run()
+    assert not known.answer.keep
+    assert known.answer.speedup is None
+    assert known.answer.config[BATCH] in (8, 10)
+    assert known.found() > 0.98
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_workers_that_hang_are_left_alone(own):
+    law = Law(
+        **{**vars(LAWS["launches cost most"]), "hangs_with": lambda config: config.get(WORKERS)}
+    )
+    known = job(law, current={WORKERS: own, BATCH: 32}).run()
+    hung = [t for t in known.trials if t.status is Status.TIMEOUT]
+    assert known.answer.config[WORKERS] == 0
+    assert known.found() > 0.98
+    assert len(hung) <= 3
+
+
+def test_a_held_global_batch_is_held():
+    known = job(
+        LAWS["launches cost most"], goal=Goal(size=64), current={BATCH: 16, ACCUMULATION: 4}
+    )
+    known.run()
+    sizes = {known.space.global_batch(t.config) for t in known.trials if t.end_to_end}
+    assert sizes == {64}
+    assert known.answer.config[BATCH] == 64
+
+
+def test_the_price_of_a_held_global_batch_is_told():
+    known = job(LAWS["launches cost most"], goal=Goal(size=64)).run()
+    assert any("a global batch of 128 would allow" in told for told in known.scene.not_explored)
+    free = job(LAWS["launches cost most"]).run()
+    assert not any("a global batch" in told for told in free.scene.not_explored)
+
+
+def test_a_free_batch_grows_no_further_than_it_pays():
+    law = Law(load_s=1e-7, launch_s=1e-3, sample_s=1e-4)  # 1 + 0.1 b milliseconds
+    known = job(law).run()
+    batch = known.answer.config[BATCH]
+    assert known.found() > 0.97
+    assert batch <= 1024
+    smaller = known.answer.config.but({BATCH: batch // 4})
+    assert known.truth(smaller) < 0.98 * known.best()
+
+
+def test_pins_are_kept():
+    request = asking(
+        loader__num_workers=(2,), train__batch_size=None, train__precision=("default", "bf16")
+    )
+    known = job(LAWS["a loader that waits"], request=request).run()
+    assert known.answer.config[WORKERS] == 2
+    assert known.found() > 0.98
+    assert all(t.config[WORKERS] == 2 for t in known.trials if t.stage is Stage.VERIFY)
+
+
+def test_limits_are_kept():
+    limit = read_limit("memory_gb<=1.1")  # a micro-batch of 102 at most
+    known = job(LAWS["launches cost most"], limits=(limit,)).run()
+    assert known.answer.config[BATCH] <= 102
+    assert known.answer.config[BATCH] >= 64
+
+
+def test_a_space_with_one_config_asks_for_nothing_but_finals():
+    known = job(LAWS["launches cost most"], request=asking(loader__num_workers=(0,))).run()
+    assert known.answer.keep
+    assert len(known.asks) <= 4
+
+
+def test_what_is_left_out_is_told():
+    fast_loader = job(LAWS["the device is the limit"]).run()
+    assert any("loader settings can gain at most" in t for t in fast_loader.scene.not_explored)
+    short = job(LAWS["a loader that waits"], most=14).run()
+    assert short.scene.not_explored
+
+
+# --- every searcher -----------------------------------------------------------------------------
+
+FEW = asking(
+    loader__num_workers=(0, 2, 8), train__batch_size=(32, 128), train__precision=("default", "bf16")
+)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", LAWS)
+def test_a_small_space_is_searched_to_the_end(sampler, name):
+    known = job(LAWS[name], request=FEW).run(sampler)
+    assert known.found() > 0.98
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("request_of", [EVERYTHING, FEW], ids=["all", "few"])
+def test_nothing_is_asked_for_twice_but_finals(sampler, request_of):
+    known = job(LAWS["a loader that waits"], request=request_of).run(sampler)
+    once = [(a.config, a.source, a.sink) for a in known.asks if a.stage not in CLOSING]
+    assert len(set(once)) == len(once)
+    finals = [(a.config, a.round) for a in known.asked(Stage.FINAL)]
+    assert len(set(finals)) == len(finals)
+    measured = {(a.config, a.source, a.sink) for a in known.asks if a.stage is not Stage.PATH}
+    assert not [a for a in known.asked(Stage.PATH) if (a.config, a.source, a.sink) in measured]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 12, 20])
+def test_no_more_is_asked_for_than_is_paid_for(sampler, most):
+    known = job(LAWS["a loader that waits"], most=most).run(sampler)
+    assert len(known.asks) <= max(most, 1)
+    kept_back = [a for a in known.asks if a.stage not in CLOSING]
+    assert len(kept_back) <= max(most - KEPT_BACK, 1)
+    if sampler == "staged" and most >= 20:
+        assert known.answer.verified
+    if known.answer is not None and not known.answer.keep:
+        assert known.answer.verified
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_only_what_may_be_tried_is_asked_for_end_to_end(sampler):
+    known = job(LAWS["both halves alike"], facts=FACTS).run(sampler)
+    others = [a for a in known.end_to_end() if a.stage not in (Stage.BASELINE, *CLOSING)]
+    assert all(known.space.admits(ask.config) for ask in others)
+    assert all(ask.why for ask in known.asks)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_seed_asks_the_same(sampler):
+    one, two = (job(LAWS["both halves alike"], request=FEW).run(sampler) for _ in range(2))
+    assert one.asks == two.asks
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_everything_may_fail(sampler):
+    law = Law(**{**vars(LAWS["launches cost most"]), "fails_above": 0})
+    known = job(law, request=FEW).run(sampler)
+    assert known.answer is None
+    assert not known.asked(Stage.FINAL)
+
+
+# --- finals and path ----------------------------------------------------------------------------
+
+
+def test_finals_are_interleaved_and_turned_round_each_time():
+    known = job(LAWS["a loader that waits"]).run()
+    finals = known.asked(Stage.FINAL)
+    rounds = {a.round for a in finals}
+    assert len(rounds) >= 3
+    orders = [[a.config for a in finals if a.round == turn] for turn in sorted(rounds)]
+    assert all(known.space.baseline in order for order in orders)
+    assert orders[0] == orders[1][::-1] == orders[2]
+    assert sum(a.fresh for a in finals) == 1
+
+
+def test_an_ambiguous_answer_gets_more_rounds():
+    known = job(LAWS["a loader that waits"])
+    known.scene.ambiguous = lambda: True
+    assert len({a.round for a in known.run().asked(Stage.FINAL)}) == 6
+
+
+def test_the_path_leads_from_the_baseline_to_the_answer_one_family_at_a_time():
+    law = Law(
+        load_s=1e-2, launch_s=2e-3, sample_s=1e-4, speedups={("train.precision", "bf16"): 2.0}
+    )
+    known = job(law, machine=HOPPER).run()
+    steps = path_configs(known.space, known.space.baseline, known.answer.config)
+    assert steps[0] == known.space.baseline
+    assert steps[-1] == known.answer.config
+    assert len(set(steps)) == len(steps) <= 5
+    measured = {t.config for t in known.trials if t.end_to_end and t.ok}
+    assert set(steps) <= measured
+    assert len(known.asked(Stage.PATH)) <= 4
+
+
+def test_ceilings_are_asked_of_each_half_alone():
+    known = job(LAWS["both halves alike"]).run()
+    for ask in known.asks:
+        if ask.stage is Stage.DEVICE:
+            assert ask.source is Source.CACHED
+        if ask.source is Source.CACHED:
+            assert ask.stage is Stage.DEVICE
