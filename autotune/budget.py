@@ -6,13 +6,15 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from autotune.types import REFUSED, Stage, Trial
+from autotune.types import REFUSED, Sink, Stage, Trial
 
 WRITING_S = 1.0
 """Kept back for the files at the end."""
 FINALS_RESERVED = 6
 """Baseline and one finalist, three times each."""
 LEAST_TIMEOUT_S = 20.0
+LIKE_FINALS = 3
+"""The newest probes, from whose cost that of the finals is foreseen."""
 CLOSING = frozenset({Stage.FINAL, Stage.PATH})
 """Stages that the reserve is there for."""
 
@@ -93,8 +95,6 @@ class Budget:
         measured = {trial.stage for trial in self._trials if trial.ok and trial.end_to_end}
         if stage is Stage.VERIFY and not measured - {Stage.INSPECT, Stage.BASELINE}:
             return 0.0
-        if not measured - {Stage.INSPECT}:
-            return self._cost_s(Stage.VERIFY)  # one number at all comes before certainty
         return min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
 
     def _cost_s(self, stage: Stage) -> float:
@@ -102,7 +102,12 @@ class Budget:
         ran = [trial for trial in probed(self._trials) if trial.ok]
         same = [trial.probe_s for trial in ran if trial.stage is stage]
         baseline = [trial.probe_s for trial in ran if trial.stage is Stage.BASELINE]
-        return median(same or baseline or [self._first_probe_s])
+        usual_s = median(same or baseline or [self._first_probe_s])
+        if stage is not Stage.FINAL or same:
+            return usual_s
+        # Half of the finals are the candidate's, and the last probes were of its like.
+        others = [trial.probe_s for trial in ran if trial.sink is Sink.TRAIN][-LIKE_FINALS:]
+        return (usual_s + max(usual_s, median(others or [usual_s]))) / 2
 
     @property
     def _first_probe_s(self) -> float:

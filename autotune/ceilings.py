@@ -71,9 +71,9 @@ class Ceilings:
         """Both halves as they are: which one holds the other back."""
         if self._own_workers_hang():
             self._fails_from = 1
-        elif self.scene.affords(Stage.LOADER, 1):
+        elif self.scene.may_probe(Stage.LOADER):
             yield from self._loader_probe(self.own_workers)
-        if self.scene.affords(Stage.DEVICE, 1):
+        if self.scene.may_probe(Stage.DEVICE):
             yield from self._device_probe(self.start, "as now")
 
     def _own_workers_hang(self) -> bool:
@@ -90,11 +90,11 @@ class Ceilings:
         if self.base not in self.device and self.scene.best() is None:
             return  # nothing is known to train: there is nothing to feed
         if 0 not in self.loader and 0 in self.scene.space.values[WORKERS]:
-            if not self.scene.affords(Stage.LOADER, 1):
+            if not self.scene.may_probe(Stage.LOADER):
                 return
             yield from self._loader_probe(0)
         while (workers := self._next_workers()) is not None:
-            if not self.scene.affords(Stage.LOADER, 1):
+            if not self.scene.may_probe(Stage.LOADER):
                 return
             yield from self._loader_probe(workers)
 
@@ -268,7 +268,7 @@ class Ceilings:
     def _climb(self, pairs: Iterable[tuple[int, int]]) -> Plan:
         best = self.device.get(self.start)
         for batch, steps in pairs:
-            if not self.scene.affords(Stage.DEVICE, 1):
+            if not self.scene.may_probe(Stage.DEVICE):
                 return
             config = self._with_batch(batch, steps)
             if config in self.device:
@@ -285,7 +285,7 @@ class Ceilings:
     def _descend(self, pairs: Iterable[tuple[int, int]], failing: int) -> Plan:
         """From a size that fails down to one that runs, then back up between the two."""
         for batch, steps in pairs:
-            if not self.scene.affords(Stage.DEVICE, 1):
+            if not self.scene.may_probe(Stage.DEVICE):
                 return
             config = self._with_batch(batch, steps)
             yield from self._device_probe(config, f"micro-batch {batch}")
@@ -300,7 +300,7 @@ class Ceilings:
             return
         sizes = [self.scene.space.micro_batch(config) for config in self.device]
         low = max((size for size in sizes if size < failing), default=0)
-        while low and failing - low > 8 and self.scene.affords(Stage.DEVICE, 1):
+        while low and failing - low > 8 and self.scene.may_probe(Stage.DEVICE):
             middle = (low + failing) // 16 * 8
             if middle <= low:
                 return
@@ -321,7 +321,7 @@ class Ceilings:
         beyond = 2 * goal.size
         if largest < goal.size or (facts.dataset_len and beyond > facts.dataset_len):
             return
-        if not self.scene.affords(Stage.DEVICE, 1):
+        if not self.scene.may_probe(Stage.DEVICE):
             return
         trial = yield device_ask(
             self._with_batch(beyond, 1), f"device alone, micro-batch {beyond} (only its price)"
@@ -341,7 +341,7 @@ class Ceilings:
                 continue
             before = self.device.get(self.base)
             for value in self.scene.space.values[name]:
-                if value == self.base.get(name) or not self.scene.affords(Stage.DEVICE, 1):
+                if value == self.base.get(name) or not self.scene.may_probe(Stage.DEVICE):
                     continue
                 changed = self.scene.space.config({name: value}, self.base)
                 yield from self._device_probe(changed, f"{name}={value}")
@@ -383,7 +383,9 @@ class Ceilings:
             for device in self._device_options()
             for workers in self._loader_options(self.device[device])
         ]
-        most = max((pair.predicted for pair in pairs), default=0.0)
+        if not pairs:
+            return [self._unmeasured()]
+        most = max(pair.predicted for pair in pairs)
 
         def in_order(pair: Candidate) -> tuple[float, int, int]:
             # What is predicted to be as fast as the best is a tie: the simplest goes first.
@@ -396,6 +398,12 @@ class Ceilings:
         for pair in pairs:
             best.setdefault(pair.workers, pair)
         return list(best.values())
+
+    def _unmeasured(self) -> Candidate:
+        """Where no ceiling could be measured: the start, without workers if those hang."""
+        workers = self.own_workers if self.may_run(self.own_workers) else 0
+        config = self.with_workers(self.start, workers)
+        return Candidate(config=config, workers=workers, predicted=0.0, bound=math.inf)
 
     def _device_options(self) -> list[Config]:
         fit = [config for config in self.device if self.scene.space.admits(config)]

@@ -17,7 +17,7 @@ from autotune.launcher import Launcher
 from autotune.metrics import rate
 from autotune.options import with_file
 from autotune.report.verdict import summary
-from autotune.runfolder import Order, check_machine, make_folder, point_latest, write_content
+from autotune.runfolder import Order, check_machine, claimed, point_latest, write_content
 from autotune.source import third_party_imports
 from autotune.state import RunState, load_state, run_content, write_answer, write_diagnosis
 from autotune.stop import Stop
@@ -128,12 +128,13 @@ class Job:
     def run(self, *, resumed: bool) -> RunState:
         """Inspect, search, decide, write."""
         self.stop.eager = False
-        try:
-            self._open(resumed=resumed)
-            return self._run()
-        finally:
-            if self._store is not None:
-                self._store.close()
+        with claimed(self.state.folder, resumed=resumed):
+            try:
+                self._open(resumed=resumed)
+                return self._run()
+            finally:
+                if self._store is not None:
+                    self._store.close()
 
     def _run(self) -> RunState:
         self.listener.begins(self.state)
@@ -156,7 +157,6 @@ class Job:
 
     def _open(self, *, resumed: bool) -> None:
         folder = self.state.folder
-        make_folder(folder)
         self._store = store.Store(folder, self.state.checked.objectives)
         if resumed:
             self._stored = deque(self._store.trials())
@@ -417,7 +417,7 @@ class Job:
     def _finish(self) -> None:
         state = self.state
         self._take_all_stored()
-        state.tuning_s = self.budget.spent_s
+        state.tuning_s = round(self.budget.spent_s, 3)
         state.answer = self._decide()
         front = pareto.front(list(pareto.pool(state.trials).values()), state.checked.objectives)
         store.write_tables(state.folder, state.trials, front)

@@ -138,7 +138,7 @@ class Home:
         return self._import(self._zygote)
 
     def _started(self, preload: Sequence[str]) -> Zygote:
-        # A short name: sockets go there, and their paths may not be longer than 107 bytes.
+        # A short name: sockets go there, whose paths may not be long.
         zygote = Zygote(self._folder / uuid4().hex[:8], self._variables, self._model)
         try:
             ready = zygote.prepare(preload, self._limits.start_s, self._should_stop)

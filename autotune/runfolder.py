@@ -5,11 +5,13 @@ Imports nothing heavy, so that a folder that will not do is told at once.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +21,7 @@ from autotune.errors import OptionError, ResumeError
 from autotune.options import Checked, Options, checked, refuse_several_tasks, restored
 from autotune.types import Config, Machine, write_atomically
 
+RUN_FILE = "run.json"
 RUN_SCHEMA = 1
 RESULTS = "results"
 """Where runs go that were given no folder, below the current one."""
@@ -76,25 +79,48 @@ def new_folder(known: Checked) -> Path:
     folder = Path(given) if given else Path(RESULTS) / f"{known.model.name}-{stamp}"
     folder = folder.expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise OptionError(
-            f"--output {folder}: is not an empty folder; choose another, or --resume it"
-        )
+        raise OptionError(_taken(folder))
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OptionError(f"--output {folder}: {existing} is not writable")
     return folder
 
 
-def make_folder(folder: Path) -> None:
-    """Make the run's folder.
+@contextmanager
+def claimed(folder: Path, *, resumed: bool) -> Iterator[None]:
+    """The run's folder, made, and kept from other runs: a study has one writer.
 
     Raises:
-        OptionError: If the system refuses, which only trying tells for sure.
+        OptionError: If the system refuses, or another run has it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise OptionError(f"--output {folder}: cannot be made: {error.strerror}") from None
+    try:
+        if not _is_free(descriptor):
+            raise OptionError(f"{folder}: another run is at work in it")
+        if not resumed and any(folder.iterdir()):
+            raise OptionError(_taken(folder))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock it if nobody else has: the system unlocks it when this process ends, however it does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _taken(folder: Path) -> str:
+    return f"--output {folder}: is not an empty folder; choose another, or --resume it"
 
 
 def check_machine(earlier: Mapping[str, Any], machine: Machine, *, force: bool) -> None:
@@ -138,7 +164,7 @@ def read_content(folder: Path) -> Mapping[str, Any]:
         ResumeError: If the folder holds no run that this version reads.
     """
     try:
-        content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise ResumeError(f"{folder} holds no run (no readable run.json)") from None
     known = isinstance(content, dict) and content.get("schema") == RUN_SCHEMA
@@ -150,7 +176,7 @@ def read_content(folder: Path) -> Mapping[str, Any]:
 def write_content(folder: Path, content: Mapping[str, Any]) -> None:
     """Write run.json."""
     text = json.dumps(_finite({"schema": RUN_SCHEMA, **content}), indent=2, default=str)
-    write_atomically(folder / "run.json", text + "\n")
+    write_atomically(folder / RUN_FILE, text + "\n")
 
 
 def file_hash(path: str) -> str:

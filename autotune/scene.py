@@ -101,9 +101,13 @@ class Scene:
         if what not in self.not_explored:
             self.not_explored.append(what)
 
+    def may_probe(self, stage: Stage) -> bool:
+        """Whether one more probe can be paid for; without any answer yet, by the finals' share."""
+        return self.affords(stage, 1) or (self.best() is None and self.affords(Stage.PATH, 2))
+
     def may_measure(self, stage: Stage) -> bool:
         """Whether one more end-to-end probe fits the count and the time."""
-        return self.has_room(1 + CLOSING) and self.affords(stage, 1)
+        return self.has_room(1 + CLOSING) and self.may_probe(stage)
 
     def has_room(self, count: int) -> bool:
         """Whether so many more end-to-end probes are not too many."""

@@ -21,7 +21,7 @@ MOST_FINALISTS = 3
 """The baseline among them."""
 NEAR = 1.04
 """Rows of one probe each that differ less than this could be tied."""
-AS_GOOD = 1.015
+AS_GOOD = 1.02
 """Rows that differ less than this are told apart by how simple they are."""
 MOST_ROUNDS = 6
 MOST_PATH = 4

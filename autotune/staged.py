@@ -15,11 +15,13 @@ from autotune.space import (
     WAIT_POLICY,
     WORKERS,
 )
-from autotune.types import Config, Stage, Trial, Value, whole
+from autotune.types import Config, Stage, Status, Trial, Value, whole
 
 MOST_VERIFIED = 6
-IMPROVED = 1.01
-"""A neighbour that gains less is no reason to move there."""
+IMPROVED = 1.02
+"""A neighbour that gains less is tied, and no reason to move there."""
+MISSED = 0.8
+"""Share of its prediction below which loader and step are taken to be in each other's way."""
 WAITS = 0.02
 """Share of waiting for data below which loader settings are left alone."""
 HOPELESS = 0.9
@@ -64,6 +66,30 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
         reached = speed_of(trial)
         if reached is not None and reached.low > candidate.bound * (1 + SLACK):
             bounds_hold = False  # a rate above its own bound: these ceilings bound nothing
+        if candidate.workers and _misses(trial, candidate.predicted):
+            yield from share_cores(scene, candidate.config)
+
+
+def _misses(trial: Trial, predicted: float) -> bool:
+    """Whether loader and step, which ran together, are far slower than each half allows."""
+    reached = speed_of(trial)
+    if reached is None:
+        return trial.status is Status.DOMINATED
+    return reached.value < MISSED * predicted
+
+
+def share_cores(scene: Scene, config: Config) -> Plan:
+    """Let the step leave its cores to the workers, whether or not the config is the best so far.
+
+    OpenMP's threads spin while they wait for each other, and next to busy workers they wait long:
+    that hides a loader setting which is the best one as soon as they do not.
+    """
+    for neighbour, why in _sharing_neighbours(scene, config):
+        if scene.row_of(neighbour) is not None or not scene.space.admits(neighbour):
+            continue
+        if not scene.may_measure(Stage.CLIMB):
+            return
+        yield Ask(config=neighbour, stage=Stage.CLIMB, why=why, beat=scene.to_beat())
 
 
 def climb(scene: Scene, ceilings: Ceilings) -> Plan:

@@ -146,7 +146,7 @@ def answer_content(state: RunState) -> dict[str, Any] | None:
         "global_batch_changed": state.space.global_batch(answer.config)
         != state.space.global_batch(state.baseline),
         "numerics_changed": numerics_changed(state, answer.config),
-        "tuning_s": round(state.tuning_s, 3),
+        "tuning_s": state.tuning_s,
     }
 
 

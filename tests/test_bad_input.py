@@ -235,7 +235,11 @@ RUNNING = {
     ),
     "leaves": (
         {"job.py": "raise SystemExit('usage: train.py DATA')\n" + MODEL},
-        ["job.py cannot be imported", "usage: train.py DATA"],
+        ["job.py cannot be imported", "usage: train.py DATA", "if __name__ == '__main__'"],
+    ),
+    "opens what is not there": (
+        {"job.py": "open('data/train.txt')\n" + MODEL},
+        ["No such file or directory: 'data/train.txt'", "It looked for /", "/data/train.txt"],
     ),
     "dies": (
         {"job.py": "import os\nos.kill(os.getpid(), 11)\n" + MODEL},

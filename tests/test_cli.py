@@ -319,7 +319,8 @@ def test_an_answer_can_be_exported(talkative, run, tmp_path, name):
 def test_a_report_is_the_verdict_again(talkative):
     ran = CommandLine(talkative[1])("report", "results/latest")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.strip() in talkative[0].err
+    shown = talkative[0].err.partition("\n\n")[2]
+    assert shown[: len(ran.out)] == ran.out
 
 
 def test_python_reads_the_run(talkative, run):
@@ -512,6 +513,15 @@ def test_any_name_may_be_a_model_files(tmp_path):
     paths = [write(tmp_path / str(n) / f"{name}.py", MODEL) for n, name in enumerate(names)]
     done = subprocess.run([sys.executable, "-c", LOAD, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_of_two_runs_at_once_only_one_gets_the_folder(cli, job):
+    words = ("--model", job, "--output", "out", "--quiet", *ONE_PROBE)
+    runs = [cli.start(*words), cli.start(*words)]
+    told = [process.communicate(timeout=120) for process in runs]
+    assert sorted(process.returncode for process in runs) == [0, 2]
+    refused = "".join(err for _, err in told if err.startswith("autotune: "))
+    assert "not an empty folder" in refused or "another run is at work" in refused
 
 
 def test_an_answer_that_keeps_no_limit_is_none(cli, job):

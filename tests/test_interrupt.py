@@ -47,6 +47,10 @@ def wait_for_probe(run, number):
     assert wait_for(lambda: list(run.glob(f"probes/{number:04d}-*/phase"))), "no probe came"
 
 
+def is_written(path):
+    return path.exists() and path.stat().st_size > 0
+
+
 def ended(process, within_s=30.0):
     out, err = process.communicate(timeout=within_s)
     return process.returncode, out, err
@@ -123,8 +127,11 @@ def kill(process):
 def test_a_killed_run_leaves_no_process_and_goes_on(cli, tmp_path):
     write(tmp_path / "job.py", WITH_WORKERS)
     run = tmp_path / "run"
-    process = start(cli, budget="16s")
+    process = start(cli, "--sampler", "random", budget="18s")
     wait_for_rows(run, 3)
+    too_early = cli("--resume", "run")
+    assert (too_early.code, too_early.out) == (2, "")
+    assert "another run is at work in it" in too_early.err
     wait_for_probe(run, len(rows_in(run)))
     assert len(marked(os.environ[MARK])) > 2
     kill(process)
@@ -179,7 +186,7 @@ def test_a_run_that_was_killed_at_once_can_go_on(cli, tmp_path):
     write(tmp_path / "job.py", MODEL)
     run = tmp_path / "run"
     process = start(cli, "--max-probes", "1", budget="10s")
-    assert wait_for(lambda: (run / "run.json").exists())
+    assert wait_for(lambda: is_written(run / "run.json"))
     kill(process)
     ran = cli("--resume", "run")
     assert ran.code == 0, ran.err

@@ -45,11 +45,18 @@ def _judged(error: BaseException, text: str) -> tuple[Status, str]:
             Status.ERROR,
             "shared memory (/dev/shm) is full; fewer workers or batches in flight: ",
         )
-    if _WORKER_GONE.search(text):
+    if _WORKER_GONE.search(text) or _lost_a_worker(error):
         return Status.ERROR, "a loader worker died (too little host memory, or a fault in it): "
     if "stack expects each tensor to be equal size" in text:
         return Status.ERROR, "samples differ in shape; define a padding collate(samples): "
     return Status.ERROR, ""
+
+
+def _lost_a_worker(error: BaseException) -> bool:
+    """Whether a batch was to be fetched from a worker that is not there any more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    fetching = any(frame.filename.endswith("resource_sharer.py") for frame in frames)
+    return fetching and isinstance(error, OSError | EOFError)
 
 
 def _told(error: BaseException, text: str) -> str:

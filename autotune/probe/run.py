@@ -102,7 +102,7 @@ class Probe:
         sink = Train(workload, setup, self.device) if spec.sink is Sink.TRAIN else Discard()
         self._enter("loader")
         source = SOURCES[spec.source](workload, setup, spec)
-        first_batch_s = source.start()
+        start_s = source.start()
         startup_s = time.monotonic() - spec.requested_s - build_s
         first_step_s, parity = None, None
         if isinstance(sink, Train):
@@ -119,7 +119,7 @@ class Probe:
         measured = Measurement(
             blocks=tuple(window.blocks),
             stopped=window.stopped,
-            restarts_s=_restarts(source, first_batch_s),
+            restarts_s=_restarts(source, start_s),
             epoch_samples=_epoch_samples(source, window),
             batches=window.batches,
             steps=sum(block.steps for block in window.blocks),
@@ -229,13 +229,11 @@ def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failu
     return replace(measured, skipped_steps=max(0, measured.steps - measured.optimizer_steps))
 
 
-def _restarts(source: LoaderSource | CachedSource, first_batch_s: float) -> tuple[float, ...]:
-    """What an epoch's border costs; without persistence workers start just as at first."""
-    if source.restarts_s or not isinstance(source, LoaderSource):
+def _restarts(source: LoaderSource | CachedSource, start_s: float) -> tuple[float, ...]:
+    """What an epoch's border costs; where none was seen, as much as the first epoch's start."""
+    if source.restarts_s or not source.workers:
         return tuple(source.restarts_s)
-    if source.loader.persistent_workers or not source.workers:
-        return ()
-    return (first_batch_s,)
+    return (start_s,)
 
 
 def _epoch_samples(source: LoaderSource | CachedSource, window: Window) -> float | None:

@@ -260,7 +260,16 @@ def shortened(error: BaseException, ref: ModelRef) -> str:
         if frame.filename.startswith(root) and "site-packages" not in frame.filename
     ]
     lines = traceback.format_list(frames) + traceback.format_exception_only(error)
-    return "".join(lines).rstrip()
+    return "".join(lines).rstrip() + _hint(error)
+
+
+def _hint(error: BaseException) -> str:
+    """What the exception itself leaves open."""
+    if isinstance(error, SystemExit):
+        return "\nIt ends, or reads the command line: guard that with if __name__ == '__main__':"
+    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
+        return f"\nIt looked for {os.path.abspath(error.filename)}"
+    return ""
 
 
 def _imported(ref: ModelRef) -> ModuleType:

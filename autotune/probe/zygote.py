@@ -40,6 +40,9 @@ NEEDED = (
 )
 """What every probe imports, at the latest when it makes an optimizer or starts a worker."""
 
+LONGEST_SOCKET = 107
+"""Bytes that the path of a Unix socket may have."""
+
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 USERS_NVML_CHECK = os.environ.get(NVML_CHECK)
 
@@ -91,6 +94,8 @@ def meet_in(folder: str) -> None:
     """
     from multiprocessing import process
 
+    if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/listener-12345678"):
+        return
     # Where multiprocessing.util.get_temp_dir looks before it makes a folder.
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
