@@ -13,6 +13,8 @@ WRITING_S = 1.0
 FINALS_RESERVED = 6
 """Baseline and one finalist, three times each."""
 LEAST_TIMEOUT_S = 20.0
+LEAST_WINDOW_S = 1.0
+"""Four blocks: fewer carry no interval."""
 LIKE_FINALS = 3
 """The newest probes, from whose cost that of the finals is foreseen."""
 CLOSING = frozenset({Stage.FINAL, Stage.PATH})
@@ -59,7 +61,7 @@ class Budget:
     @property
     def unit_s(self) -> float:
         """The timed window of a simple probe: the shorter the budget, the shorter."""
-        return min(max(self.total_s / 60, 0.5), 5.0)
+        return min(max(self.total_s / 60, LEAST_WINDOW_S), 5.0)
 
     def affords(self, stage: Stage, count: int) -> bool:
         """Whether so many more probes of the stage can be paid for, the finals' share kept."""

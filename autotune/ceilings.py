@@ -13,11 +13,21 @@ from dataclasses import dataclass
 from autotune.knobs import KNOBS, MOST_WORKERS, Family
 from autotune.metrics import rate, restart_s_per_sample
 from autotune.scene import Ask, Plan, Scene, device_ask, speed_of
-from autotune.space import ACCUMULATION, BATCH, PERSISTENT, THREADS, WAIT_POLICY, WORKERS
+from autotune.space import (
+    ACCUMULATION,
+    BATCH,
+    PERSISTENT,
+    PREFETCH,
+    THREADS,
+    WAIT_POLICY,
+    WORKERS,
+)
 from autotune.types import Config, Estimate, Sink, Stage, Status, Trial, Value, whole
 
 HEADROOM = 1.25
 """A loader this much faster than the device costs the device nothing (METHODS 2.1)."""
+MOST_SHARED = 0.5
+"""Share of the free shared memory that the batches of all workers may fill (METHODS, b)."""
 LEAP = 8
 """How many times more workers are tried at once, where the rates so far ask for that many."""
 SLACK = 0.03
@@ -97,6 +107,10 @@ class Ceilings:
             if not self.scene.may_probe(Stage.LOADER):
                 return
             yield from self._loader_probe(workers)
+        most = self._most_in_flight()
+        starved = not self.feeds(max(self.loader, default=0))
+        if starved and most < max(whole(count) for count in self.scene.space.values[WORKERS]):
+            self.scene.leave_out(f"more than {int(most)} workers: too little shared memory")
 
     def _next_workers(self) -> int | None:
         """As many as the rates so far say are needed, then the fewest that may be enough."""
@@ -113,7 +127,16 @@ class Ceilings:
 
     def may_run(self, workers: int) -> bool:
         """Whether nothing is known against so many workers."""
-        return workers < self._fails_from
+        return workers < self._fails_from and workers <= self._most_in_flight()
+
+    def _most_in_flight(self) -> float:
+        """Workers whose batches ahead leave room in shared memory."""
+        space = self.scene.space
+        ahead = (whole(self.start.get(PREFETCH)) or 2) * space.micro_batch(self.start)
+        bytes_each = ahead * space.facts.sample_bytes
+        if not bytes_each or not space.machine.shm_bytes:
+            return math.inf
+        return MOST_SHARED * space.machine.shm_bytes / bytes_each
 
     def feeds(self, workers: int) -> bool:
         """Whether so many workers are known to keep the device busy, with something to spare."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from autotune import pareto, scene, search, space, store, telemetry
 from autotune.budget import Budget, probed
-from autotune.errors import NothingRanError, StoppedError
+from autotune.errors import NothingRanError
 from autotune.knobs import environment_of
 from autotune.launcher import Launcher
 from autotune.metrics import rate
@@ -142,13 +142,13 @@ class Job:
             self._search()
         except NothingRanError:
             self.state.stopped_because = "nothing ran"
-            self._finish()
+            self._finish(verified=True)
             raise
-        except (StoppedError, KeyboardInterrupt):
+        except BaseException:  # whatever ends the run, a fault of ours too: no row is lost
             self.state.stopped_because = "interrupted"
-            self._finish()
+            self._finish(verified=False)
             raise
-        self._finish()
+        self._finish(verified=True)
         if self.state.answer is None:
             raise NothingRanError(_why_nothing_ran(self.state))
         return self.state
@@ -347,7 +347,6 @@ class Job:
             stock=self._stock(),
             max_window_s=window_s,
             min_blocks=blocks,
-            block_s=min(0.25, unit / 6),
             want=want,
             beat=ask.beat,
             timeout_s=self.budget.timeout_s(ask.stage),
@@ -414,14 +413,13 @@ class Job:
 
     # --- the files ---
 
-    def _finish(self) -> None:
+    def _finish(self, *, verified: bool) -> None:
         state = self.state
         self._take_all_stored()
         state.tuning_s = round(self.budget.spent_s, 3)
         state.answer = self._decide()
         front = pareto.front(list(pareto.pool(state.trials).values()), state.checked.objectives)
         store.write_tables(state.folder, state.trials, front)
-        verified = state.stopped_because != "interrupted"
         if not verified:
             state.answer = self._best_so_far() or state.answer
         if state.answer is not None:

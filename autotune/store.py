@@ -178,6 +178,8 @@ def row_of(trial: Trial) -> dict[str, Any]:
     if (speed := throughput(measured)) is not None:
         row.update(samples_per_s_low=speed.low, samples_per_s_high=speed.high)
     row.update({name: getattr(measured, name) for name in PHASES if name != "probe_s"})
+    if not measured.blocks:
+        row["optimizer_steps"] = None  # nothing was timed, so nothing was counted
     return row
 
 

@@ -348,10 +348,12 @@ class Trial:
 
     @property
     def reason(self) -> str:
-        """Why it failed, or why it was measured."""
+        """Why there is no usable number; what is to be known of an ok row."""
         if self.failure is not None:
             return self.failure.message
-        return self.why
+        if self.status is Status.DOMINATED:
+            return "stopped: cannot win"
+        return "; ".join(self.measurement.notes) if self.measurement is not None else ""
 
     @property
     def ok(self) -> bool:

@@ -98,7 +98,7 @@ def test_a_held_global_batch_is_made_without_accumulation(tune):
 
 
 def test_a_free_global_batch_grows_until_it_gains_no_more(tune):
-    run = tune("device_affine", "25s", space=ONLY_BATCH, global_batch="free")
+    run = tune("device_affine", "45s", space=ONLY_BATCH, global_batch="free")
     assert answer(run)["train.batch_size"] in (128, 256)
     assert answer(run)["train.accumulation_steps"] == 1
     assert run.speedup.value > 2

@@ -1045,10 +1045,10 @@ def test_short_epochs_are_charged_for_their_borders(bench, arguments):
 
 def test_a_border_that_was_not_reached_is_charged_as_the_start_was(bench):
     job = bench(SLOW.replace("return 64", "return 100_000"))
+    # Kept workers, too, have nothing in stock at a border; what is known of it is the start.
     kept = job.measure({"loader.num_workers": 1, "loader.persistent_workers": True})
-    assert kept.restarts_s == ()
     anew = job.measure({"loader.num_workers": 1})
-    assert len(anew.restarts_s) == 1
+    assert len(kept.restarts_s) == len(anew.restarts_s) == 1
     assert anew.epoch_samples == pytest.approx(100_000)
     assert throughput(anew).value < METRICS["samples_per_s"].compute(replace(anew, restarts_s=()))
 
