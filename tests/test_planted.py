@@ -64,8 +64,10 @@ def rows_with(run, **knobs):
 
 def is_close_to_the_best(name, config):
     model = str(PLANTED / f"{name}.py")
-    configs = {"answer": config, "best": runpy.run_path(model)["BEST"]}
-    rates = ruler.compare(model, configs, seconds=1.5, rounds=2)
+    best = runpy.run_path(model)["BEST"]
+    if all(config.get(knob) == value for knob, value in best.items()):
+        return True
+    rates = ruler.compare(model, {"answer": config, "best": best}, seconds=1.5, rounds=2)
     return ruler.ratio(rates, "answer", "best") >= CLOSE - ruler.noise(rates)
 
 
@@ -98,7 +100,7 @@ def test_a_held_global_batch_is_made_without_accumulation(tune):
 
 
 def test_a_free_global_batch_grows_until_it_gains_no_more(tune):
-    run = tune("device_affine", "45s", space=ONLY_BATCH, global_batch="free")
+    run = tune("device_affine", "40s", space=ONLY_BATCH, global_batch="free")
     assert answer(run)["train.batch_size"] in (128, 256)
     assert answer(run)["train.accumulation_steps"] == 1
     assert run.speedup.value > 2
@@ -184,7 +186,7 @@ def test_a_loss_that_is_no_number_ends_the_run(cli, tmp_path):
 
 
 def test_what_cannot_be_pickled_is_forked(tune):
-    run = tune("unpicklable", "25s", space="loader", max_probes=10)
+    run = tune("unpicklable", "25s", space="loader", max_probes=8)
     assert set(run.trials.status) <= {"ok", "dominated", "not_applicable"}
     assert answer(run)["loader.num_workers"] >= 4
 

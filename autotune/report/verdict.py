@@ -169,8 +169,8 @@ def _before_and_after(state: RunState) -> Iterator[str]:
         if old is None or new is None:
             continue
         same = before.config == after.config
-        told = f"{words.number(old)} {unit}"
-        yield f"{title:<14}{told if same else f'{words.number(old)} -> {words.number(new)} {unit}'}"
+        told = words.brief(old) if same else f"{words.brief(old)} -> {words.brief(new)}"
+        yield f"{title:<14}{told} {unit}"
 
 
 _COMPARED = (

@@ -61,6 +61,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} %"
 
 
+def brief(value: float) -> str:
+    """A number to two figures, and no fewer than it has before its point."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `2 min 5 s`, `3 h 20 min`."""
     whole = round(seconds)
