@@ -12,6 +12,8 @@ WRITING_S = 1.0
 """Kept back for the files at the end."""
 FINALS_RESERVED = 6
 """Baseline and one finalist, three times each."""
+ONE_ROUND = 2
+"""The same once: what the first candidate may not take from them."""
 LEAST_TIMEOUT_S = 20.0
 LEAST_WINDOW_S = 1.0
 """Four blocks: fewer carry no interval."""
@@ -88,16 +90,20 @@ class Budget:
             return True
         launched = sum(trial.stage is not Stage.INSPECT for trial in probed(self._trials))
         kept_back = 0 if stage in CLOSING else min(FINALS_RESERVED, self._most // 2)
+        if self._is_first_candidate(stage):
+            kept_back = min(kept_back, ONE_ROUND)
         return launched + count + kept_back <= self._most
 
     def _finals_s(self, stage: Stage) -> float:
         """What the finals' share is; without a candidate there is nothing to repeat."""
-        if stage in CLOSING:
-            return 0.0
-        measured = {trial.stage for trial in self._trials if trial.ok and trial.end_to_end}
-        if stage is Stage.VERIFY and not measured - {Stage.INSPECT, Stage.BASELINE}:
+        if stage in CLOSING or self._is_first_candidate(stage):
             return 0.0
         return min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
+
+    def _is_first_candidate(self, stage: Stage) -> bool:
+        """Whether nothing but the baseline has been measured end to end."""
+        measured = {trial.stage for trial in self._trials if trial.ok and trial.end_to_end}
+        return stage is Stage.VERIFY and not measured - {Stage.INSPECT, Stage.BASELINE}
 
     def _cost_s(self, stage: Stage) -> float:
         """What a probe of the stage cost so far, or what the baseline did."""

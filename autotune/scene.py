@@ -103,7 +103,8 @@ class Scene:
 
     def may_probe(self, stage: Stage) -> bool:
         """Whether one more probe can be paid for; without any answer yet, by the finals' share."""
-        return self.affords(stage, 1) or (self.best() is None and self.affords(Stage.PATH, 2))
+        needed = 1 if stage is Stage.VERIFY else 2  # what is measured for it must follow
+        return self.affords(stage, 1) or (self.best() is None and self.affords(Stage.PATH, needed))
 
     def may_measure(self, stage: Stage) -> bool:
         """Whether one more end-to-end probe fits the count and the time."""

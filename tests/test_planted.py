@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_ends_the_run(cli, tmp_path):
 
 
 def test_what_cannot_be_pickled_is_forked(tune):
-    run = tune("unpicklable", "25s", space="loader", max_probes=8)
+    run = tune("unpicklable", "25s", space="loader", max_probes=9)
     assert set(run.trials.status) <= {"ok", "dominated", "not_applicable"}
     assert answer(run)["loader.num_workers"] >= 4
 
@@ -194,7 +194,8 @@ def test_what_cannot_be_pickled_is_forked(tune):
 @pytest.mark.parametrize("workers", ["unused", "in use"])
 def test_workers_that_repeat_the_data_never_win(tune, workers):
     variant = {"unused": "Unused", "in use": "InUse"}[workers]
-    run = tune(f"iterable_duplicates:{variant}", "25s", space="loader", max_probes=9)
+    most = {"unused": 8, "in use": 6}[workers]
+    run = tune(f"iterable_duplicates:{variant}", "25s", space="loader", max_probes=most)
     assert answer(run)["loader.num_workers"] <= 1
     refused = run.trials[run.trials.status == "not_applicable"]
     assert refused.reason.str.contains("every worker repeats it").any()
