@@ -6,7 +6,7 @@ A new knob is a new row of `KNOBS`; everything else (columns, overrides, help) f
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -301,8 +301,3 @@ KNOBS: dict[str, Knob] = {
         ),
     )
 }
-
-
-def names(where: Iterable[Knob] | None = None) -> tuple[str, ...]:
-    """The knobs' names, in the table's order."""
-    return tuple(knob.name for knob in (KNOBS.values() if where is None else where))
