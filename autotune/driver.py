@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from autotune import pareto, scene, search, space, store, telemetry
+from autotune import pareto, scene, search, space, store
 from autotune.budget import Budget, probed
 from autotune.errors import NothingRanError
-from autotune.knobs import environment_of
 from autotune.launcher import Launcher
-from autotune.metrics import rate
+from autotune.machine import machine_of
 from autotune.options import with_file
+from autotune.prober import Prober
 from autotune.report.verdict import summary
 from autotune.runfolder import Order, check_machine, claimed, point_latest, write_content
 from autotune.source import third_party_imports
@@ -24,20 +22,15 @@ from autotune.stop import Stop
 from autotune.types import (
     Config,
     Failure,
-    Label,
-    Measurement,
-    ProbeSpec,
     Sink,
     Source,
     Stage,
     Status,
     Trial,
-    Value,
     WorkloadFacts,
     write_atomically,
 )
 
-STOCK_FILE = "samples.pkl"
 NOTHING_PAYS = "nothing more can pay"
 FINISHED = "finished"
 """What run.json calls a run that ended by itself."""
@@ -80,7 +73,7 @@ def tune(order: Order, listener: Listener, *, stop: Stop | None = None) -> RunSt
         started = time.monotonic()
         facts = launcher.load()
         keys, goal = with_file(known, facts.current, facts.keys)
-        machine = telemetry.machine(launcher.settle())
+        machine = machine_of(launcher.settle())
         if order.earlier is not None:
             check_machine(order.earlier, machine, force=order.force)
             if order.earlier["status"] == FINISHED:
@@ -118,10 +111,10 @@ class Job:
         self.listener = listener
         self.goal = goal
         self.stop = stop
-        self.fresh = False
         self.budget = Budget(
             state.checked.budget_s, state.checked.options.max_probes, state.trials, started
         )
+        self.prober = Prober(state, launcher, self.budget, self.stop)
         self._stored: deque[Trial] = deque()
         self._store: store.Store | None = None
 
@@ -208,7 +201,7 @@ class Job:
         ask = scene.Ask(config=config, stage=Stage.INSPECT, why="what the job is like")
         trial = self.measure(ask)
         if trial.status in (Status.TIMEOUT, Status.CRASH) and not self.launcher.fallback:
-            self.fresh = True
+            self.prober.fresh = True
             self._note("each probe builds model and dataset itself: forking failed")
             trial = self.measure(ask)
         if trial.measurement is None or trial.measurement.facts is None:
@@ -263,25 +256,7 @@ class Job:
         self._take_all_stored()
         self.stop.check()
         self.listener.asks(ask, self.budget.left_s)
-        number = self._next_number()
-        folder = self._probe_folder(number, ask.config)
-        shutil.rmtree(folder, ignore_errors=True)
-        spec = self._spec(ask, folder)
-        environment = environment_of(ask.config, load_time=True)
-        outcome = self.launcher.run(spec, environment, self.stop.check)
-        trial = Trial(
-            number=number,
-            config=ask.config,
-            stage=ask.stage,
-            source=ask.source,
-            sink=ask.sink,
-            measurement=outcome.measurement,
-            failure=outcome.failure,
-            labels=_labels(outcome.measurement),
-            probe_s=outcome.probe_s,
-            why=ask.why,
-            round=ask.round,
-        )
+        trial = self.prober.probe(ask, self._next_number())
         self._keep(trial)
         return trial
 
@@ -300,11 +275,14 @@ class Job:
         for trial in self._stored:
             same = (trial.config, trial.stage, trial.source, trial.sink, trial.round)
             if same == (ask.config, ask.stage, ask.source, ask.sink, ask.round):
-                if ask.stage is Stage.INSPECT and trial.ok and not self._stock_of(trial).exists():
+                if ask.stage is Stage.INSPECT and trial.ok and not self._has_stock(trial):
                     return None
                 self._replay(trial)
                 return trial
         return None
+
+    def _has_stock(self, inspected: Trial) -> bool:
+        return self.prober.stock_of(inspected).exists()
 
     def _stored_refusal(self, config: Config) -> bool:
         for trial in self._stored:
@@ -323,55 +301,6 @@ class Job:
         self.state.trials.append(trial)
         # Row by row: with all of it spent at once, the search would take another way than before.
         self.budget.spent_before_s += trial.probe_s
-
-    def _spec(self, ask: scene.Ask, folder: Path) -> ProbeSpec:
-        unit = self.budget.unit_s
-        window_s, blocks, want = {
-            Stage.LOADER: (unit, 6, 0.02),
-            Stage.DEVICE: (unit, 6, 0.02),
-            Stage.BASELINE: (2 * unit, 12, 0.01),
-            Stage.FINAL: (2 * unit, 12, 0.01),
-            Stage.PATH: (1.5 * unit, 10, 0.015),
-        }.get(ask.stage, (1.5 * unit, 8, 0.015))
-        return ProbeSpec(
-            model=self.state.checked.model,
-            config=dict(ask.config),
-            stage=ask.stage,
-            source=ask.source,
-            sink=ask.sink,
-            folder=str(folder),
-            device=self.state.machine.device,
-            seed=self.state.checked.options.seed,
-            global_batch=self._global_batch(ask.config),
-            fresh=ask.fresh or self.fresh,
-            stock=self._stock(),
-            max_window_s=window_s,
-            min_blocks=blocks,
-            want=want,
-            beat=ask.beat,
-            timeout_s=self.budget.timeout_s(ask.stage),
-            cpus=self.state.machine.cpus,
-            delivered_batch=self._delivered(),
-        )
-
-    def _global_batch(self, config: Mapping[str, Value]) -> int:
-        batch = int(config.get(space.BATCH) or self._delivered())
-        return batch * int(config.get(space.ACCUMULATION) or 1)
-
-    def _delivered(self) -> int:
-        return int(self.state.space.facts.delivered_batch) if self.state.space else 32
-
-    def _stock(self) -> str | None:
-        """Where the inspecting probe left the dataset's first samples."""
-        inspected = [t for t in self.state.trials if t.stage is Stage.INSPECT and t.ok]
-        paths = (self._stock_of(trial) for trial in inspected)
-        return next((str(path) for path in paths if path.exists()), None)
-
-    def _stock_of(self, trial: Trial) -> Path:
-        return self._probe_folder(trial.number, trial.config) / STOCK_FILE
-
-    def _probe_folder(self, number: int, config: Config) -> Path:
-        return self.state.folder / "probes" / f"{number:04d}-{config.key}"
 
     def _is_hopeless(self) -> bool:
         """Whether everything so far failed for the same reason."""
@@ -426,7 +355,7 @@ class Job:
             write_answer(state, verified=verified)
             write_atomically(state.folder / "summary.md", summary(state))
             write_diagnosis(state)
-        if verified and (stock := self._stock()) is not None:
+        if verified and (stock := self.prober.stock()) is not None:
             Path(stock).unlink(missing_ok=True)
         self._write_run(FINISHED if verified else "interrupted")
 
@@ -454,11 +383,6 @@ class Job:
 
     def _write_run(self, status: str) -> None:
         write_content(self.state.folder, run_content(self.state, self.goal, status))
-
-
-def _labels(measurement: Measurement | None) -> tuple[Label, ...]:
-    steady = None if measurement is None or not measurement.blocks else rate(measurement)
-    return () if steady is None else steady.labels
 
 
 def _why_nothing_ran(state: RunState) -> str:

@@ -539,12 +539,13 @@ LAYERS_DOWN = (
     {"__main__"},
     {"cli", "api"},
     {"driver"},
+    {"prober"},
     {"report.progress", "report.verdict"},
     {"report.words", "state", "search"},
     {"staged", "ceilings", "scene", "store", "runfolder", "budget"},
     {"options", "diagnosis", "pareto", "exporters", "space", "request"},
     {"launcher", "home", "forkserver"},
-    {"knobs", "metrics", "steady", "telemetry", "source", "channel", "stop"},
+    {"knobs", "metrics", "steady", "machine", "source", "channel", "stop"},
     {"types", "errors", "parallel", "precision"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""

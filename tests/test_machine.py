@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from autotune import telemetry
-from autotune.telemetry import cpus_granted, machine, memory_granted
+from autotune import machine as machine_module
+from autotune.machine import cpus_granted, machine_of, memory_granted
 
 ALL = 16
 MAXIMUM = psutil.virtual_memory().total
@@ -22,8 +22,8 @@ def groups(tmp_path, monkeypatch):
     """A machine of 16 CPUs whose control groups a test writes: `groups(membership, files)`."""
     monkeypatch.setattr(os, "cpu_count", lambda: ALL)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(ALL)), raising=False)
-    monkeypatch.setattr(telemetry, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(telemetry, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine_module, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine_module, "MEMBERSHIP", tmp_path / "membership")
 
     def write(membership, files):
         (tmp_path / "membership").write_text(membership)
@@ -143,7 +143,7 @@ def test_this_machine_can_be_read():
     ],
 )
 def test_the_device_is_what_a_child_found(found, device, capability):
-    known = machine({**found, "default_threads": 3, "driver": "550.54.15"})
+    known = machine_of({**found, "default_threads": 3, "driver": "550.54.15"})
     assert (known.device, known.capability) == (device, capability)
     assert known.on_cpu == (device == "cpu")
     assert (known.default_threads, known.driver_major) == (3, "550")

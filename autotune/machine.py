@@ -18,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def machine(device_facts: Mapping[str, Any]) -> Machine:
+def machine_of(device_facts: Mapping[str, Any]) -> Machine:
     """What may be used here, with the device as a child process found it."""
     cpus, limit = cpus_granted()
     major, _, minor = str(_first(device_facts, "capabilities") or "0.0").partition(".")
