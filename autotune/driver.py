@@ -12,8 +12,8 @@ from autotune.budget import Budget, probed
 from autotune.errors import NothingRanError
 from autotune.launcher import Launcher
 from autotune.machine import machine_of
+from autotune.measuring import Prober
 from autotune.options import with_file
-from autotune.prober import Prober
 from autotune.report.verdict import summary
 from autotune.runfolder import Order, check_machine, claimed, point_latest, write_content
 from autotune.source import third_party_imports

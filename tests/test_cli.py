@@ -539,7 +539,7 @@ LAYERS_DOWN = (
     {"__main__"},
     {"cli", "api"},
     {"driver"},
-    {"prober"},
+    {"measuring"},
     {"report.progress", "report.verdict"},
     {"report.words", "state", "search"},
     {"staged", "ceilings", "scene", "store", "runfolder", "budget"},
@@ -645,4 +645,4 @@ def test_the_driver_never_imports_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
     assert "torch" not in loaded
-    assert not [name for name in loaded if name.startswith("autotune.probe")]
+    assert not [name for name in loaded if f"{name}.".startswith("autotune.probe.")]
