@@ -15,8 +15,12 @@ MODERATE_PCT = 5.0
 """Data wait above which the loader holds the device back (METHODS 5)."""
 WAITING_WORKER = 0.6
 """Share of a core below which a worker mostly waits for storage or the network."""
-UNSURE = frozenset({Label.CONTENDED, Label.THROTTLED})
-"""Labels of rows that nothing is concluded from."""
+DISTURBED: dict[Label, str] = {
+    Label.CONTENDED: "other processes were using the machine",
+    Label.THROTTLED: "the device was throttled",
+    Label.COLD: "the data came from storage, not from the page cache",
+}
+"""Labels of rows that are taken only where there are no others, and what is said then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ RULES: tuple[Rule, ...] = (
 
 def _gathered(trials: Sequence[Trial], baseline: Config) -> Evidence | None:
     row = _last(trials, lambda t: t.end_to_end and t.config == baseline)
-    if row is None or row.measurement is None or UNSURE & set(row.labels):
+    if row is None or row.measurement is None:
         return None
     speed = throughput(row.measurement)
     wait_pct = METRICS["data_wait_pct"].compute(row.measurement)
@@ -109,8 +113,11 @@ def _gathered(trials: Sequence[Trial], baseline: Config) -> Evidence | None:
 
 
 def _last(trials: Sequence[Trial], fits: Callable[[Trial], bool]) -> Trial | None:
+    """The newest row; of the undisturbed ones, where there are any."""
     found = [t for t in trials if t.ok and t.stage is not Stage.INSPECT and fits(t)]
-    return found[-1] if found else None
+    calm = [t for t in found if not DISTURBED.keys() & set(t.labels)]
+    rows = calm or found
+    return rows[-1] if rows else None
 
 
 def _busy_share(loader: Trial | None) -> float | None:
@@ -143,4 +150,7 @@ def _told(evidence: Evidence) -> str:
     if evidence.worker_share is not None:
         busy = 100 * min(1.0, evidence.worker_share)
         told += f"; a loading process is busy {busy:.0f} % of the time"
+    for label in evidence.baseline.labels:
+        if label in DISTURBED:
+            told += f"; less sure, as {DISTURBED[label]}"
     return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune import space
@@ -17,6 +18,8 @@ from autotune.stop import Stop
 from autotune.types import Config, Label, Measurement, ProbeSpec, Stage, Trial, Value
 
 STOCK_FILE = "samples.pkl"
+WINDOW_SHARE = 0.5
+"""Share of the time that a probe may take which its timed window may fill."""
 
 
 class Prober:
@@ -64,14 +67,8 @@ class Prober:
         return self.state.folder / "probes" / f"{number:04d}-{config.key}"
 
     def _spec(self, ask: Ask, folder: Path) -> ProbeSpec:
-        unit = self.budget.unit_s
-        window_s, blocks, want = {
-            Stage.LOADER: (unit, 6, 0.02),
-            Stage.DEVICE: (unit, 6, 0.02),
-            Stage.BASELINE: (2 * unit, 12, 0.01),
-            Stage.FINAL: (2 * unit, 12, 0.01),
-            Stage.PATH: (1.5 * unit, 10, 0.015),
-        }.get(ask.stage, (1.5 * unit, 8, 0.015))
+        effort = effort_of(ask.stage, self.budget.unit_s)
+        timeout_s = self.budget.timeout_s(ask.stage)
         return ProbeSpec(
             model=self.state.checked.model,
             config=dict(ask.config),
@@ -84,11 +81,12 @@ class Prober:
             global_batch=self._global_batch(ask.config),
             fresh=ask.fresh or self.fresh,
             stock=self.stock(),
-            max_window_s=window_s,
-            min_blocks=blocks,
-            want=want,
+            # Near the budget's end a short window is worth more than one that is cut off.
+            max_window_s=min(effort.window_s, WINDOW_SHARE * timeout_s),
+            min_blocks=effort.blocks,
+            want=effort.half_width,
             beat=ask.beat,
-            timeout_s=self.budget.timeout_s(ask.stage),
+            timeout_s=timeout_s,
             cpus=self.state.machine.cpus,
             delivered_batch=self._delivered(),
         )
@@ -99,6 +97,29 @@ class Prober:
 
     def _delivered(self) -> int:
         return int(self.state.space.facts.delivered_batch) if self.state.space else 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long a probe may measure, and when it knows enough."""
+
+    window_s: float
+    blocks: int
+    """At least."""
+    half_width: float
+    """Relative, of the interval that ends it."""
+
+
+def effort_of(stage: Stage, unit_s: float) -> Effort:
+    """What a probe of the stage is worth, in windows of a simple probe."""
+    windows, blocks, half_width = {
+        Stage.LOADER: (1.0, 6, 0.02),
+        Stage.DEVICE: (1.0, 6, 0.02),
+        Stage.BASELINE: (2.0, 12, 0.01),
+        Stage.FINAL: (2.0, 12, 0.01),
+        Stage.PATH: (1.5, 10, 0.015),
+    }.get(stage, (1.5, 8, 0.015))
+    return Effort(window_s=windows * unit_s, blocks=blocks, half_width=half_width)
 
 
 def _labels(measurement: Measurement | None) -> tuple[Label, ...]:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from autotune.errors import OptionError
+from autotune.labels import outside_labels
 from autotune.steady import Rate, rate_of
 from autotune.types import Estimate, Measurement
 
@@ -99,7 +100,7 @@ def rate(measurement: Measurement) -> Rate | None:
     # Workers that finish in step make a whole round at once; which side of a block's edge it
     # falls on means nothing.
     slack = (measurement.workers + 1) * per_batch if measurement.workers else 0.0
-    return rate_of(measurement.blocks, slack)
+    return rate_of(measurement.blocks, slack, outside_labels(measurement))
 
 
 def throughput(measurement: Measurement) -> Estimate | None:

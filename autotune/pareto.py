@@ -14,7 +14,7 @@ from statistics import fmean
 from autotune.metrics import METRICS, SPEED, Limit, Metric, mean_of, throughput
 from autotune.space import BATCH, WORKERS
 from autotune.steady import t_quantile
-from autotune.types import Config, Estimate, Stage, Trial
+from autotune.types import Config, Estimate, Label, Stage, Trial
 
 TIED = 0.98
 """A finalist whose ratio to the best reaches above this is tied with it."""
@@ -24,6 +24,9 @@ ROUNDS = 3
 """Interleaved rounds of finals at least."""
 UNKNOWN = 0.25
 """Half-width, in log units, of a ratio that only one round stands behind."""
+
+Block = tuple[int, bool]
+"""What two rows must share to be compared: the round, and whether the page cache was cold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,22 +157,25 @@ def ratio(
     )
 
 
-def _rounds(trials: Sequence[Trial], objective: Metric) -> dict[Config, dict[int, float]]:
-    """Log of the objective, turned so that higher is better, by config and round."""
-    rounds: dict[Config, dict[int, float]] = {}
+def _rounds(trials: Sequence[Trial], objective: Metric) -> dict[Config, dict[Block, float]]:
+    """Log of the objective, turned so that higher is better, by config and block.
+
+    What was read from storage is never compared with what lay in the page cache already.
+    """
+    rounds: dict[Config, dict[Block, float]] = {}
     for trial in trials:
         if trial.stage is not Stage.FINAL:
             continue
         turn = rounds.setdefault(trial.config, {})
-        number = trial.round
+        block = (trial.round, Label.COLD in trial.labels)
         if trial.ok and trial.measurement is not None:
             value = objective.compute(trial.measurement)
             if value is not None and value > 0:
-                turn[number] = math.log(objective.gain(value, 1.0))
+                turn[block] = math.log(objective.gain(value, 1.0))
     return rounds
 
 
-def _half_width(rounds: Mapping[Config, Mapping[int, float]], shared: int) -> float:
+def _half_width(rounds: Mapping[Config, Mapping[Block, float]], shared: int) -> float:
     if shared < 2:
         return UNKNOWN
     residuals, freedom = _residuals(rounds)
@@ -182,7 +188,7 @@ def _half_width(rounds: Mapping[Config, Mapping[int, float]], shared: int) -> fl
     return t_quantile(1 - 0.025 / looks, freedom) * math.sqrt(2 * variance / shared)
 
 
-def _residuals(rounds: Mapping[Config, Mapping[int, float]]) -> tuple[list[float], int]:
+def _residuals(rounds: Mapping[Config, Mapping[Block, float]]) -> tuple[list[float], int]:
     """What config and round do not explain, over the rounds that every finalist finished."""
     finished = [turn for turn in rounds.values() if len(turn) >= 2]
     numbers = set.intersection(*(set(turn) for turn in finished)) if finished else set()
@@ -200,12 +206,17 @@ def _residuals(rounds: Mapping[Config, Mapping[int, float]]) -> tuple[list[float
 
 def _pooled(config: Config, group: Sequence[Trial]) -> Pooled | None:
     finals = tuple(trial for trial in group if trial.stage is Stage.FINAL)
-    trials = finals or tuple(group)
+    trials = _in_one_state(finals or tuple(group))
     speeds = [throughput(trial.measurement) for trial in trials if trial.measurement]
     known = [speed for speed in speeds if speed is not None]
     if not known:
         return None
     return Pooled(config=config, trials=trials, speed=_mean_estimate(known))
+
+
+def _in_one_state(trials: tuple[Trial, ...]) -> tuple[Trial, ...]:
+    """The rows that found the page cache warm, unless all were cold."""
+    return tuple(trial for trial in trials if Label.COLD not in trial.labels) or trials
 
 
 def _mean_estimate(speeds: Sequence[Estimate]) -> Estimate:

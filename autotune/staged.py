@@ -15,7 +15,7 @@ from autotune.space import (
     WAIT_POLICY,
     WORKERS,
 )
-from autotune.types import Config, Stage, Status, Trial, Value, whole
+from autotune.types import Config, Label, Stage, Status, Trial, Value, whole
 
 MOST_VERIFIED = 6
 IMPROVED = 1.02
@@ -32,6 +32,7 @@ def staged(scene: Scene) -> Plan:
     """Ceilings of each half, composed, verified in the order of their bounds, then climbed."""
     ceilings = Ceilings(scene)
     yield from ceilings.first_look()
+    yield from again_if_cold(scene)
     if ceilings.start in ceilings.device:
         yield from ceilings.loader_ladder()
     yield from ceilings.device_ladder()
@@ -40,6 +41,15 @@ def staged(scene: Scene) -> Plan:
     yield from climb(scene, ceilings)
     yield from simplify(scene)
     yield from ceilings.price_of_the_global_batch()
+
+
+def again_if_cold(scene: Scene) -> Plan:
+    """The baseline once more where it read from storage: the rows after it will not."""
+    baseline = scene.space.baseline
+    row = scene.row_of(baseline)
+    if row is None or Label.COLD not in row.labels or not scene.may_probe(Stage.BASELINE):
+        return
+    yield Ask(config=baseline, stage=Stage.BASELINE, why="again, from the page cache")
 
 
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:

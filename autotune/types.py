@@ -300,7 +300,19 @@ class Measurement:
     """Parameters, buffers and optimizer state."""
     host_memory_bytes: int | None = None
     cpu_s: float | None = None
+    """Of the probe's processes in the window."""
     worker_cpu_s: float | None = None
+    each_worker_cpu_s: tuple[float, ...] = ()
+    """Of each worker that lived all through the window."""
+    others_cpu_s: float | None = None
+    """What everybody else used of the CPUs that the probe may run on."""
+    idle_cpu_s: float | None = None
+    storage_bytes: int | None = None
+    """Read from storage in the window: what the page cache did not hold."""
+    asked_bytes: int | None = None
+    """Asked of the file system in the window."""
+    unsettled: tuple[str, ...] = ()
+    """What still grew while it was counted: memory of the allocator, compiled graphs."""
     workers: int = 0
     cpus: int = 1
     threads: int = 1
@@ -418,6 +430,8 @@ _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "config": Config,
     "blocks": lambda value: tuple(Block(**block) for block in value),
     "restarts_s": tuple,
+    "each_worker_cpu_s": tuple,
+    "unsettled": tuple,
     "notes": tuple,
     "labels": lambda value: tuple(Label(label) for label in value),
     "measurement": lambda value: Measurement(**_revive(value)),

@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune.errors import ModelFileError
-from autotune.metrics import METRICS, throughput
+from autotune.metrics import METRICS, rate, throughput
+from autotune.probe import run
 from autotune.probe.batches import leading, mapped, size_bytes, tensors_of
 from autotune.probe.inspecting import STOCK_FILE
 from autotune.probe.run import run_probe
@@ -28,6 +29,7 @@ from autotune.probe.sources import SOURCES, CachedSource, Counted, LoaderSource
 from autotune.probe.workload import load
 from autotune.types import (
     Failure,
+    Label,
     Measurement,
     ModelRef,
     ProbeSpec,
@@ -204,6 +206,31 @@ def test_a_window_ends_when_it_cannot_win(bench):
     measured = bench().measure(beat=1e12, max_window_s=5.0)
     assert measured.stopped == "dominated"
     assert (measured.end_ns - measured.start_ns) / 1e9 < 2
+
+
+def test_a_window_in_which_memory_still_grows_is_not_steady(bench, monkeypatch):
+    grown = count()
+    monkeypatch.setattr(run, "counters_for", lambda device: lambda: {"device memory": next(grown)})
+    measured = bench().measure(max_window_s=0.3)
+    assert (measured.stopped, measured.unsettled) == ("limit", ("device memory",))
+    assert Label.NOT_STEADY in rate(measured).labels
+    grown = iter([1, 2, 3, *[4] * 10_000])  # of the warm-up nothing is held against it
+    settled = bench().measure(max_window_s=0.3)
+    assert settled.unsettled == ()
+
+
+def test_a_speed_that_changes_within_the_window_is_told(bench):
+    slowing = """
+    CALLS = []
+
+    def compute_loss(model, batch):
+        CALLS.append(batch)
+        time.sleep(0.001 * min(len(CALLS), 40))
+        return model(batch[0]).sum()
+    """
+    measured = bench(slowing).measure(max_window_s=0.4, block_s=0.02)
+    assert Label.NOT_STEADY in rate(measured).labels
+    assert "% slower than the first" in measured.notes[0]
 
 
 def test_a_step_longer_than_the_window_is_measured_all_the_same(bench):

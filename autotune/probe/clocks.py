@@ -1,4 +1,4 @@
-"""Clocks for timed blocks: the host's on a CPU, timing events on accelerators.
+"""Clocks for timed blocks, the host's on a CPU, timing events on accelerators; and counters.
 
 An accelerator works behind the host's back: a host clock at a block's edge would either need a
 synchronisation, which drains the device, or measure how fast kernels are launched.
@@ -6,8 +6,10 @@ synchronisation, which drains the device, or measure how fast kernels are launch
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -139,3 +141,26 @@ class DeviceClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock that fits the device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+Counters = Callable[[], dict[str, int]]
+
+
+def counters_for(device: torch.device) -> Counters:
+    """Reads what must stand still in a steady state."""
+
+    def read() -> dict[str, int]:
+        found = {"compiled graphs": _compiled_graphs()}
+        if device.type != "cpu":
+            stats = torch.accelerator.memory_stats(device)
+            found["device memory"] = int(stats.get("reserved_bytes.all.current", 0))
+            found["allocator retries"] = int(stats.get("num_alloc_retries", 0))
+        return found
+
+    return read
+
+
+def _compiled_graphs() -> int:
+    """How many graphs were compiled in this process; none where nothing can have been."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,18 +36,103 @@ def peak_bytes() -> int | None:
     return None if peak is None else peak - (files or 0)
 
 
-def cpu_s() -> tuple[float, float]:
-    """CPU seconds of this process, and of all its descendants together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a probe's processes, and the CPUs that they may run on, have done so far."""
+
+    cpu_s: float
+    """Of this process."""
+    ended_cpu_s: float
+    """Of its descendants that have ended: without persistence an epoch's end is the workers'."""
+    worker_cpu_s: Mapping[int, float]
+    """Of each living descendant, by pid."""
+    storage_bytes: int | None
+    """Read from storage, by all of them."""
+    asked_bytes: int | None
+    """Asked of the file system (or a pipe), by all of them."""
+    busy_s: float | None
+    """CPU time that anybody used, and what the hypervisor took."""
+    idle_s: float | None
+
+    @property
+    def workers_cpu_s(self) -> float:
+        """Of all descendants together."""
+        return self.ended_cpu_s + sum(self.worker_cpu_s.values())
+
+
+def usage() -> Usage:
+    """What is used so far; the difference of two is what a window used."""
     mine = os.times()
-    # Workers that have ended already count, too: without persistence an epoch's end is theirs.
-    workers = mine.children_user + mine.children_system
-    for child in _descendants():
-        try:
+    below = list(_descendants())
+    workers = {}
+    for child in below:
+        with suppress(psutil.Error):
             times = child.cpu_times()
-        except psutil.Error:
-            continue
-        workers += times.user + times.system
-    return mine.user + mine.system, workers
+            workers[child.pid] = times.user + times.system
+    pids = [os.getpid(), *workers]
+    busy_s, idle_s = _machine_s()
+    return Usage(
+        cpu_s=mine.user + mine.system,
+        ended_cpu_s=mine.children_user + mine.children_system,
+        worker_cpu_s=workers,
+        storage_bytes=_total(_io_bytes(pid, "read_bytes:") for pid in pids),
+        asked_bytes=_total(_io_bytes(pid, "rchar:") for pid in pids),
+        busy_s=busy_s,
+        idle_s=idle_s,
+    )
+
+
+def spent(before: Usage, after: Usage) -> dict[str, Any]:
+    """The difference, as the fields of a measurement."""
+    mine = after.cpu_s - before.cpu_s
+    workers = max(0.0, after.workers_cpu_s - before.workers_cpu_s)
+    busy_s = _difference(before.busy_s, after.busy_s)
+    return {
+        "cpu_s": mine + workers,
+        "worker_cpu_s": workers,
+        "each_worker_cpu_s": tuple(
+            round(after.worker_cpu_s[pid] - known, 3)
+            for pid, known in before.worker_cpu_s.items()
+            if pid in after.worker_cpu_s
+        ),
+        "storage_bytes": _difference(before.storage_bytes, after.storage_bytes),
+        "asked_bytes": _difference(before.asked_bytes, after.asked_bytes),
+        "others_cpu_s": None if busy_s is None else max(0.0, busy_s - mine - workers),
+        "idle_cpu_s": _difference(before.idle_s, after.idle_s),
+    }
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else max(after - before, 0)
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    """The sum; None where one of them cannot be read."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def _io_bytes(pid: int, field: str) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return None
+    return _number_after(text, field)
+
+
+def _machine_s() -> tuple[float | None, float | None]:
+    """Busy and idle seconds of the CPUs that this process may run on."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        rows = [line.split() for line in lines if line.split(" ", 1)[0] in ours]
+        ticks = os.sysconf("SC_CLK_TCK")
+        # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already.
+        counts = [[int(word) for word in row[1:9]] for row in rows]
+        idle = sum(row[3] + row[4] for row in counts)
+        return (sum(map(sum, counts)) - idle) / ticks, idle / ticks
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None, None
 
 
 def proportional_bytes() -> int | None:
@@ -80,7 +168,13 @@ def _descendants() -> Iterator[psutil.Process]:
 
 def _status_bytes(field: str) -> int | None:
     try:
-        lines = (PROC / "status").read_text().splitlines()
+        text = (PROC / "status").read_text()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+    known = _number_after(text, field)
+    return None if known is None else known * 1024
+
+
+def _number_after(text: str, field: str) -> int | None:
+    lines = (line for line in text.splitlines() if line.startswith(field))
+    return next((int(line.split()[1]) for line in lines), None)

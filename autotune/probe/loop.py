@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autotune.probe.batches import moved
-from autotune.probe.clocks import Clock
+from autotune.probe.clocks import Clock, Counters
 from autotune.probe.sinks import Sink
 from autotune.probe.sources import CachedSource, LoaderSource
 from autotune.steady import LEAST_COUNTED, rate_of, spread
@@ -40,10 +40,20 @@ class Window:
 
     blocks: list[Block] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    counters: list[dict[str, int]] = field(default_factory=list)
+    """What must stand still, read at the start and after each block."""
     batches: int = 0
     stopped: str = "limit"
     start_ns: int = 0
     end_ns: int = 0
+
+    @property
+    def unsettled(self) -> tuple[str, ...]:
+        """What grew in the half that counts: a state with that in it is not steady."""
+        if not self.counters:
+            return ()
+        first, last = self.counters[len(self.counters) // 2], self.counters[-1]
+        return tuple(name for name in last if last[name] != first.get(name))
 
     @property
     def finite(self) -> bool:
@@ -54,11 +64,14 @@ class Window:
 class Loop:
     """Draws from the source, feeds the sink, and times whole blocks of steps."""
 
-    def __init__(self, source: Source, sink: Sink, clock: Clock, spec: ProbeSpec) -> None:
+    def __init__(
+        self, source: Source, sink: Sink, clock: Clock, spec: ProbeSpec, counters: Counters
+    ) -> None:
         self.source = source
         self.sink = sink
         self.clock = clock
         self.spec = spec
+        self.counters = counters
         self._device = torch.device(spec.device)
         self._move = spec.sink.value == "train"
         self._started = 0.0
@@ -94,11 +107,12 @@ class Loop:
 
     def timed(self) -> Window:
         """Blocks of whole steps until the interval is narrow, or it makes no sense to go on."""
-        window = Window(start_ns=time.time_ns())
+        window = Window(counters=[self.counters()], start_ns=time.time_ns())
         started = time.perf_counter()
         pending: deque[Callable[[], Block]] = deque()
         while not self._is_over(window, time.perf_counter() - started):
             pending.append(self._block(window))
+            window.counters.append(self.counters())
             while len(pending) > self.clock.lag:
                 window.blocks.append(pending.popleft()())
         self.clock.settle()
@@ -181,13 +195,15 @@ class Loop:
         if len(blocks) < self.spec.min_blocks:
             return False
         rate = rate_of(blocks)
-        if rate is not None and rate.steady and rate.half_width <= self.spec.want:
+        if rate is None or not rate.steady or window.unsettled:
+            return False
+        if rate.half_width <= self.spec.want:
             window.stopped = "narrow"
-            return True
-        if rate is not None and rate.steady and _noise_has_converged(blocks):
+        elif _noise_has_converged(blocks):
             window.stopped = "noise"
-            return True
-        return False
+        else:
+            return False
+        return True
 
     def _cannot_win(self, blocks: list[Block]) -> bool:
         """Whether even the upper end, corrected for looking often, is below the incumbent."""
@@ -195,7 +211,8 @@ class Loop:
             return False
         counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
         rates = [block.consumed / block.seconds for block in counted]
-        looks = max(1, self.spec.min_blocks)
+        # Bonferroni: it looks again after each block, and once too often is always enough.
+        looks = max(1, math.ceil(self.spec.max_window_s / self.spec.block_s))
         upper = fmean(rates) + spread(rates, 1 - 0.05 / looks)
         return upper < self.spec.beat
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autotune.probe import host
 from autotune.probe.batches import moved
-from autotune.probe.clocks import clock_for
+from autotune.probe.clocks import clock_for, counters_for
 from autotune.probe.failures import failure_of
 from autotune.probe.inspecting import as_plain, inspect
 from autotune.probe.loop import Loop, Window
@@ -28,6 +28,7 @@ from autotune.probe.sources import (
     stock_batch,
 )
 from autotune.probe.workload import Workload, load, seed_everything
+from autotune.steady import drift
 from autotune.types import (
     SCHEMA,
     Failure,
@@ -41,6 +42,8 @@ from autotune.types import (
 )
 
 PARITY_STEPS = 3
+DRIFT_TOLD = 0.05
+"""A change of speed within the window that is worth a word."""
 
 
 def run_probe(spec_path: Path, workload: Workload | None) -> None:
@@ -108,11 +111,11 @@ class Probe:
         if isinstance(sink, Train):
             first_step_s, parity = self._first_steps(workload, setup, sink)
         self._enter("warm-up")
-        loop = Loop(source, sink, clock_for(self.device), spec)
+        loop = Loop(source, sink, clock_for(self.device), spec, counters_for(self.device))
         loop.warm_up()
         self._enter("window")
         host.reset_peak()
-        cpu = host.cpu_s()
+        used = host.usage()
         skipped = sink.optimizer_steps
         window = loop.timed()
         self._enter("result")
@@ -129,13 +132,15 @@ class Probe:
             first_step_s=first_step_s,
             parity_loss=parity,
             finite=window.finite,
+            unsettled=window.unsettled,
+            notes=_notes(window),
             workers=source.workers,
             threads=torch.get_num_threads(),
             cpus=spec.cpus,
             start_ns=window.start_ns,
             end_ns=window.end_ns,
         )
-        measured = self._with_host_facts(measured, workload, cpu, shm)
+        measured = self._with_host_facts(measured, used, shm)
         return _judged(self._with_memory(measured, workload, source, sink), sink)
 
     def _first_steps(
@@ -175,18 +180,12 @@ class Probe:
         float(loss)
         return time.perf_counter() - started
 
-    def _with_host_facts(
-        self, measured: Measurement, workload: Workload, cpu: tuple[float, float], shm: int
-    ) -> Measurement:
-        mine, workers = host.cpu_s()
+    def _with_host_facts(self, measured: Measurement, used: host.Usage, shm: int) -> Measurement:
+        facts = host.spent(used, host.usage())
         pss = host.proportional_bytes()
         in_flight = max(0, host.shm_used_bytes() - shm)
-        worker_s = max(0.0, workers - cpu[1])
         return replace(
-            measured,
-            cpu_s=mine - cpu[0] + worker_s,
-            worker_cpu_s=worker_s,
-            host_memory_bytes=None if pss is None else pss + in_flight,
+            measured, **facts, host_memory_bytes=None if pss is None else pss + in_flight
         )
 
     def _with_memory(
@@ -209,6 +208,15 @@ class Probe:
     def _enter(self, phase: str) -> None:
         self.phase = phase
         write_atomically(Path(self.spec.folder, "phase"), phase)
+
+
+def _notes(window: Window) -> tuple[str, ...]:
+    """What to know of an ok row: that its speed changed while it was measured."""
+    change = drift(window.blocks)
+    if abs(change) <= DRIFT_TOLD:
+        return ()
+    word = "slower" if change < 0 else "faster"
+    return (f"its window's second half ran {100 * abs(change):.0f} % {word} than the first",)
 
 
 def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failure:
