@@ -17,6 +17,8 @@ TOLERANCE = 0.01
 """How far the halves of the counted window may lie apart, relative."""
 LEAST_COUNTED = 3
 """Fewer counted blocks than this carry no interval of their own."""
+LEAST_BEATEN = 4
+"""Blocks before a probe may be judged unable to win."""
 UNKNOWN_SPREAD = 0.25
 """The half-width, relative, of a rate from too few blocks."""
 CONFIDENCE = 0.95
@@ -84,6 +86,22 @@ def flow_ratio(blocks: Sequence[Block], slack: float = 0.0) -> float:
     if produced <= 0 or consumed <= 0 or abs(produced - consumed) <= slack:
         return 1.0
     return produced / consumed
+
+
+def surely_below(blocks: Sequence[Block], rate: float, looks: int) -> bool:
+    """Whether even the upper end of what was consumed a second lies below a rate.
+
+    Args:
+        blocks: The timed blocks so far.
+        rate: Samples/s of the incumbent's lower end.
+        looks: How often this is asked in one window: each look is another chance to be wrong
+            (Bonferroni), and 5 % are for all of them together.
+    """
+    if len(blocks) < LEAST_BEATEN:
+        return False
+    counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
+    rates = [block.consumed / block.seconds for block in counted]
+    return fmean(rates) + spread(rates, 1 - 0.05 / max(looks, 1)) < rate
 
 
 def spread(values: Sequence[float], confidence: float = CONFIDENCE) -> float:

@@ -15,6 +15,7 @@ from autotune.steady import (
     flow_ratio,
     rate_of,
     spread,
+    surely_below,
     t_quantile,
 )
 from autotune.types import Block, Label, Measurement
@@ -335,3 +336,40 @@ def test_a_full_queue_at_the_start_misleads_no_short_probe(workers, prefetch, ba
     assert middle < 1.02 * truth  # never flattered
     assert middle > 0.93 * truth
     assert sum(k.estimate.low <= truth <= k.estimate.high for k in known) >= 5
+
+
+# --- stopping early: cannot win -----------------------------------------------------------------
+
+
+def looks_until_dropped(rng, rate, noise, looks, beat=100.0):
+    """After how many blocks a probe at this rate is dropped, looking after each; 0 for never."""
+    blocks = []
+    for number in range(1, looks + 1):
+        speed = rate * math.exp(rng.gauss(0, noise))
+        blocks.append(block(1.0, round(1000 * speed)))
+        if surely_below(blocks, 1000 * beat, looks):
+            return number
+    return 0
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1])
+def test_an_equal_is_dropped_at_most_once_in_twenty(noise):
+    rng = random.Random(7)
+    dropped = sum(looks_until_dropped(rng, 100, noise, looks=30) > 0 for _ in range(400))
+    assert dropped <= 0.05 * 400 * 1.5, "looked too often without a correction"
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.03])
+def test_what_is_much_slower_is_dropped_soon(noise):
+    rng = random.Random(7)
+    looks = [looks_until_dropped(rng, 70, noise, looks=30) for _ in range(50)]
+    assert all(looks)
+    assert sum(looks) / len(looks) < 10
+
+
+@given(st.floats(0.0, 1e6), st.integers(1, 1000), st.integers(1, 1000))
+def test_more_looks_make_nobody_bolder(beat, few, more):
+    rng = random.Random(3)
+    blocks = [block(1.0, round(1000 * rng.uniform(80, 120))) for _ in range(8)]
+    few, more = sorted((few, more))
+    assert not (surely_below(blocks, beat, more) and not surely_below(blocks, beat, few))

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,15 +16,13 @@ from autotune.probe.batches import moved
 from autotune.probe.clocks import Clock, Counters
 from autotune.probe.sinks import Sink
 from autotune.probe.sources import CachedSource, LoaderSource
-from autotune.steady import LEAST_COUNTED, rate_of, spread
+from autotune.steady import LEAST_COUNTED, rate_of, surely_below
 from autotune.types import Block, ProbeSpec
 
 WARM_STEPS = 2
 WARM_DEVICE_S = 1.0
 MOST_SKIPPED = 20
 """Steps after which fp16 warm-up gives up waiting for one that is not skipped."""
-LEAST_BEATEN = 4
-"""Blocks before a probe may be judged unable to win."""
 LONGEST = 4
 """Times its planned length that a window may last for the sake of steps slower than that."""
 STARVED = 0.02
@@ -206,15 +203,10 @@ class Loop:
         return True
 
     def _cannot_win(self, blocks: list[Block]) -> bool:
-        """Whether even the upper end, corrected for looking often, is below the incumbent."""
-        if self.spec.beat is None or len(blocks) < LEAST_BEATEN:
+        if self.spec.beat is None:
             return False
-        counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
-        rates = [block.consumed / block.seconds for block in counted]
-        # Bonferroni: it looks again after each block, and once too often is always enough.
-        looks = max(1, math.ceil(self.spec.max_window_s / self.spec.block_s))
-        upper = fmean(rates) + spread(rates, 1 - 0.05 / looks)
-        return upper < self.spec.beat
+        looks = math.ceil(self.spec.max_window_s / self.spec.block_s)
+        return surely_below(blocks, self.spec.beat, looks)
 
 
 def _noise_has_converged(blocks: list[Block]) -> bool:

@@ -63,7 +63,8 @@ class Train:
             batch = draw()
             with self._autocast():
                 loss = self.workload.loss(self.model, batch)
-            self._scaler.scale(loss / self.accumulation).backward()  # type: ignore[no-untyped-call]
+            part = loss if self.accumulation == 1 else loss / self.accumulation
+            self._scaler.scale(part).backward()  # type: ignore[no-untyped-call]
             detached = loss.detach()
             total = detached if total is None else total + detached
         # Once per update, before the user's clipping: a second unscale_ would raise.
@@ -73,7 +74,7 @@ class Train:
         self._scaler.update()
         self.optimizer.zero_grad()
         assert total is not None
-        return total / self.accumulation
+        return total if self.accumulation == 1 else total / self.accumulation
 
     @property
     def optimizer_steps(self) -> int:
