@@ -16,6 +16,8 @@ IDLE_SHARE = 0.10
 COLD_SHARE = 0.05
 """Share of what was read that came from storage, above which the page cache was cold."""
 COLD_BYTES = 2**20
+BALANCED_WAITS = (0.01, 0.10)
+"""Shares of waiting for workers between which neither half decides alone (METHODS 1.4)."""
 UNSURE = frozenset({Label.CONTENDED, Label.THROTTLED, Label.COLD, Label.NOT_STEADY})
 """Labels of a ceiling that bounds nothing: in another state more may be possible."""
 
@@ -41,7 +43,17 @@ def _is_cold(measurement: Measurement) -> bool:
     return stored > COLD_SHARE * max(stored, asked)
 
 
+def _is_balanced(measurement: Measurement) -> bool:
+    """Loader and device are about as fast as each other: which one waits is chance."""
+    seconds = sum(block.seconds for block in measurement.blocks)
+    if not measurement.workers or seconds <= 0:
+        return False
+    waited = sum(block.wait_s for block in measurement.blocks) / seconds
+    return BALANCED_WAITS[0] < waited < BALANCED_WAITS[1]
+
+
 LABELS: dict[Label, Callable[[Measurement], bool]] = {
+    Label.BALANCED: _is_balanced,
     Label.NOT_STEADY: lambda measurement: bool(measurement.unsettled),
     Label.CONTENDED: _is_contended,
     Label.COLD: _is_cold,

@@ -22,6 +22,7 @@ OWN = Config({"loader.num_workers": 0})
 FED = Config({"loader.num_workers": 2})
 
 EXAMPLES = {
+    Label.BALANCED: ({"workers": 2, "wait": 0.05}, {"workers": 2, "wait": 0.2}),
     Label.NOT_STEADY: ({"unsettled": ("device memory",)}, {"unsettled": ()}),
     Label.CONTENDED: (
         {"cpu_s": 4.0, "others_cpu_s": 6.0, "idle_cpu_s": 0.1},
@@ -35,29 +36,32 @@ EXAMPLES = {
 """For each label: facts for which it holds, and facts for which it just does not."""
 
 
+def made(rate=100.0, *, wait=0.0, **changes):
+    """A measurement whose steps wait for a share of their time."""
+    known = measurement(rate, **changes)
+    blocks = tuple(replace(block, wait_s=wait * block.seconds) for block in known.blocks)
+    return replace(known, blocks=blocks)
+
+
 @pytest.mark.parametrize("label", LABELS)
 def test_every_label_holds_where_it_should_and_only_there(label):
     holds, not_quite = EXAMPLES[label]
-    assert outside_labels(measurement(**holds)) == (label,)
-    assert outside_labels(measurement(**not_quite)) == ()
+    assert outside_labels(made(**holds)) == (label,)
+    assert outside_labels(made(**not_quite)) == ()
     assert outside_labels(measurement()) == (), "what was not read says nothing"
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_a_labelled_row_keeps_its_number_and_covers_both_halves(label):
-    holds, not_quite = EXAMPLES[label]
-    drifting = [measurement(100 + 0.2 * n).blocks[0] for n in range(12)]
-    calm = rate(_with_blocks(drifting, not_quite))
-    marked = rate(_with_blocks(drifting, holds))
+    holds, _ = EXAMPLES[label]
+    drifting = [made(100 + 0.2 * n, wait=holds.get("wait", 0.0)).blocks[0] for n in range(12)]
+    calm = rate(replace(made(), blocks=tuple(drifting)))
+    marked = rate(replace(made(**holds), blocks=tuple(drifting)))
     assert marked.estimate.value == calm.estimate.value
     assert label in marked.labels
     speeds = [block.consumed / block.seconds for block in drifting[6:]]
     assert marked.estimate.low <= sum(speeds[:3]) / 3
     assert marked.estimate.high >= sum(speeds[3:]) / 3
-
-
-def _with_blocks(blocks, changes):
-    return replace(measurement(**changes), blocks=tuple(blocks))
 
 
 # --- cold and warm --------------------------------------------------------------------------------
@@ -192,10 +196,10 @@ def test_what_cannot_be_read_is_none_and_the_rest_is_there(monkeypatch):
     st.floats(0, 100), st.floats(0, 100), st.floats(0, 100), st.integers(0, 2**40), st.integers(0)
 )
 def test_a_label_never_empties_a_result(cpu_s, others_s, idle_s, stored, asked):
-    made = measurement(
+    disturbed = measurement(
         cpu_s=cpu_s, others_cpu_s=others_s, idle_cpu_s=idle_s, storage_bytes=stored,
         asked_bytes=asked, unsettled=("device memory",),
     )  # fmt: skip
-    speed = throughput(made)
+    speed = throughput(disturbed)
     assert speed is not None
     assert speed.value == pytest.approx(throughput(measurement()).value)
