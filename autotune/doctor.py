@@ -237,13 +237,24 @@ def _devices(found: Surroundings) -> Finding:
     if not device:
         return Finding(value="not known: torch tells nothing")
     if torch.kind == "cpu":
-        return Finding(value="no accelerator: training runs on the CPU")
+        return _without_accelerator(found)
     lines = [_device_line(device, index) for index in range(int(device.get("count") or 0))]
     if any("bf16 emulated" in line for line in lines):
         return _limits(
             "\n".join(lines), "bf16 will be not_applicable and tf32 not offered: fp16 is tried"
         )
     return Finding(value="\n".join(lines))
+
+
+def _without_accelerator(found: Surroundings) -> Finding:
+    hidden = found.visible_devices is not None
+    if not found.device_files or hidden or not found.torch.told.get("cuda"):
+        return Finding(value="no accelerator: training runs on the CPU")
+    return _limits(
+        "there is an NVIDIA GPU, but torch cannot use it: training runs on the CPU",
+        "look at nvidia-smi: the driver may be missing in this container, or too old for "
+        f"CUDA {found.torch.told['cuda']}",
+    )
 
 
 def _device_line(device: Mapping[str, Any], index: int) -> str:

@@ -124,6 +124,11 @@ AMISS = {
             "no answer within 1 s",
         ),
         ({"torch": device(capabilities=["7.5"])}, "limits", "bf16 emulated"),
+        (
+            {"torch": TorchFacts(told={**TOLD, "device": {"type": "cpu"}})},
+            "limits",
+            "too old for CUDA 13.0",
+        ),
     ],
     "visible devices": [
         ({"visible_devices": "-1", "torch": on_cpu()}, "limits", "hides every GPU"),

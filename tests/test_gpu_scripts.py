@@ -40,7 +40,7 @@ def run_script(name, folder, *words, within_s=120.0):
 def test_the_checks_fit_into_six_minutes_and_each_has_a_share():
     assert gpu_checking.SECONDS <= 350
     assert len({row.name for row in gpu_checking.ROWS}) == len(gpu_checking.ROWS)
-    assert all(gpu_checking.LEAST_S < row.share_s <= 90 for row in gpu_checking.ROWS)
+    assert all(gpu_checking.LEAST_S < row.share_s <= 110 for row in gpu_checking.ROWS)
 
 
 def raising(error):
