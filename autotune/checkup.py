@@ -12,11 +12,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 REQUIRED = {
     "torch": "torch",
@@ -49,30 +49,33 @@ GVISOR = ("4.4.0", "2016")
 """The release, and a part of the version, that gVisor gives as the kernel's."""
 
 
-class Gpu(Protocol):
-    """One GPU as NVML tells of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as NVML tells of it; what it does not tell is None."""
 
     uuid: str
     name: str
-    memory_bytes: int | None
-    used_bytes: int | None
-    mig: bool | None
-    gpm: bool | None
-    persistence: bool | None
-    power_limit_w: float | None
-    unreadable: Sequence[str]
-    others: Sequence[int]
-    """Process ids of its other users."""
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    mig: bool | None = None
+    gpm: bool | None = None
+    persistence: bool | None = None
+    power_limit_w: float | None = None
+    unreadable: tuple[str, ...] = ()
+    """What other GPUs tell and this one does not."""
+    others: tuple[int, ...] = ()
+    """Process ids of its users."""
 
 
-class Survey(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
     """What NVML tells of this machine."""
 
-    driver: str | None
-    nvml: str | None
-    trouble: str
+    driver: str | None = None
+    nvml: str | None = None
+    trouble: str = ""
     """Why NVML tells nothing, or ""."""
-    gpus: Sequence[Gpu]
+    gpus: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,11 +264,17 @@ def compiler() -> str | None:
 
 
 def _survey() -> Survey | None:
-    """NVML's view; None where nothing here can ask it."""
+    """NVML's view, in our words; None where nothing here can ask it."""
     if importlib.util.find_spec("autotune.telemetry") is None:
         return None
-    survey: Survey = importlib.import_module("autotune.telemetry").survey()
-    return survey
+    told = importlib.import_module("autotune.telemetry").survey()
+    names = [field.name for field in fields(Gpu)]
+    return Survey(
+        driver=told.driver,
+        nvml=told.nvml,
+        trouble=told.trouble,
+        gpus=tuple(Gpu(**{name: getattr(gpu, name) for name in names}) for gpu in told.gpus),
+    )
 
 
 def _version(module: str, package: str) -> str | None:

@@ -379,9 +379,13 @@ def _opened(uuid: str) -> tuple[Any, Any]:
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     try:
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name)
     except pynvml.NVMLError as error:
         raise SkipError(f"no NVML: {error}") from None
+    try:
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name)
+    except pynvml.NVMLError as error:
+        pynvml.nvmlShutdown()
+        raise SkipError(f"NVML does not know {name}: {error}") from None
 
 
 def mean_read(values: Sequence[float | None]) -> float | None:

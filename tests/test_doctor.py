@@ -2,14 +2,15 @@
 
 import re
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import write
 
 from autotune import checkup, doctor
-from autotune.checkup import Limits, StartFacts, Surroundings, TorchFacts
+from autotune.checkup import Gpu, Limits, StartFacts, Surroundings, Survey, TorchFacts
 from autotune.doctor import CHECKS, Verdict
 
 GIB = 1024**3
@@ -35,34 +36,24 @@ TOLD = {
 }
 
 
-@dataclass(frozen=True)
-class MadeUpGpu:
-    uuid: str = UUID
-    name: str = "NVIDIA H200"
-    memory_bytes: int | None = 139 * GIB
-    used_bytes: int | None = GIB // 2
-    mig: bool | None = False
-    gpm: bool | None = True
-    persistence: bool | None = True
-    power_limit_w: float | None = 700.0
-    unreadable: tuple[str, ...] = ()
-    others: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class MadeUpSurvey:
-    driver: str | None = "580.159.03"
-    nvml: str | None = "13.580.159"
-    trouble: str = ""
-    gpus: tuple[MadeUpGpu, ...] = (MadeUpGpu(),)
-
+GPU = Gpu(
+    uuid=UUID,
+    name="NVIDIA H200",
+    memory_bytes=139 * GIB,
+    used_bytes=GIB // 2,
+    mig=False,
+    gpm=True,
+    persistence=True,
+    power_limit_w=700.0,
+)
+SURVEY = Survey(driver="580.159.03", nvml="13.580.159", gpus=(GPU,))
 
 WELL = Surroundings(
     python=(3, 12, 3),
     packages=dict.fromkeys(checkup.REQUIRED.values(), "1.0"),
     torch=TorchFacts(told=TOLD),
     start=StartFacts(ready_s=3.0),
-    survey=MadeUpSurvey(),
+    survey=SURVEY,
     device_files=("/dev/nvidia0",),
     visible_devices=None,
     compiler="/usr/bin/g++",
@@ -90,7 +81,7 @@ def on_cpu(**device):
 
 
 def with_gpu(**changes):
-    return MadeUpSurvey(gpus=(replace(MadeUpGpu(), **changes),))
+    return replace(SURVEY, gpus=(replace(GPU, **changes),))
 
 
 def device(**changes):
@@ -136,7 +127,7 @@ AMISS = {
     ],
     "NVML": [
         ({"survey": None}, "limits", "libnvidia-ml.so.1"),
-        ({"survey": MadeUpSurvey(trouble="driver/library mismatch")}, "limits", "mismatch"),
+        ({"survey": Survey(trouble="driver/library mismatch")}, "limits", "mismatch"),
         ({"survey": with_gpu(unreadable=("energy", "clocks"))}, "limits", "energy, clocks"),
     ],
     "GPM": [({"survey": with_gpu(gpm=False)}, "limits", "sm_active_pct")],
@@ -219,7 +210,7 @@ def test_a_row_that_fails_hides_no_other():
 
 
 def test_several_gpus_are_told_apart():
-    survey = MadeUpSurvey(gpus=(MadeUpGpu(), replace(MadeUpGpu(), others=(7,))))
+    survey = replace(SURVEY, gpus=(GPU, replace(GPU, others=(7,))))
     assert row(replace(WELL, survey=survey), "other users").value == "GPU 1: 1 process(es)"
     two = device(count=2, names=["A", "B"], capabilities=["9.0", "7.5"])
     lines = row(replace(WELL, torch=two), "devices").value.splitlines()
@@ -289,6 +280,16 @@ def test_a_missing_package_needs_no_other_to_be_told(monkeypatch):
     checks = doctor.examine(Limits(torch_s=0.1, fork_s=0.1))
     assert row_of(checks, "packages").value == "missing: psutil, rich"
     assert row_of(checks, "torch").verdict is Verdict.BROKEN
+
+
+def test_what_nvml_tells_is_taken_over_whole(monkeypatch):
+    telemetry = ModuleType("autotune.telemetry")
+    telemetry.survey = lambda: SURVEY
+    monkeypatch.setattr(checkup.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkup.importlib, "import_module", {telemetry.__name__: telemetry}.get)
+    assert checkup._survey() == SURVEY
+    monkeypatch.setattr(checkup.importlib.util, "find_spec", lambda name: None)
+    assert checkup._survey() is None
 
 
 def row_of(checks, name):

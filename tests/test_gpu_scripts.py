@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pandas as pd
 import pytest
+from conftest import wait_for
 
 from autotune.launcher import Outcome
 from autotune.steady import rate_of
@@ -168,6 +171,63 @@ def test_nvml_is_held_against_the_probes_own_counters():
     gpu_checking.compare(measured, [reading(1), reading(2)], before, unread)
     assert unread["power_w"] == {"sensor": None, "energy": None}
     assert unread["context_bytes"] is None
+
+
+class MadeUpNvml(ModuleType):
+    """Enough of pynvml for a watcher: energy ticks, power is not supported."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, known):
+        super().__init__("pynvml")
+        self.known, self.opened, self.joules = known, 0, 0
+
+    def nvmlInit(self):  # noqa: N802
+        self.opened += 1
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.opened -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
+        if name != self.known:
+            raise self.NVMLError("Not Found")
+        return name
+
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+        return SimpleNamespace(gpu=97)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        return SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+        self.joules += 70
+        return 1000 * self.joules
+
+    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+        raise self.NVMLError("Not Supported")
+
+    def nvmlDeviceGetClockInfo(self, handle, which):  # noqa: N802
+        return 1980
+
+
+def test_a_watcher_reads_what_can_be_read(monkeypatch):
+    nvml = MadeUpNvml("GPU-1234")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(gpu_lab, "READ_EVERY_S", 0.01)
+    start_ns = time.time_ns()
+    with gpu_lab.Watcher("1234") as watcher:
+        assert wait_for(lambda: len(watcher.readings) >= 3)
+    inside = watcher.within(start_ns, time.time_ns())
+    assert inside == watcher.readings
+    assert watcher.within(0, start_ns) == []
+    assert {reading.busy_pct for reading in inside} == {97}
+    assert {reading.power_w for reading in inside} == {None}
+    assert [reading.energy_j for reading in inside[:2]] == [140, 210]
+    assert gpu_checking.power_from_energy(inside) > 0
+    with pytest.raises(SkipError, match="Not Found"), gpu_lab.Watcher("99"):
+        pass
+    assert nvml.opened == 0
 
 
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started():
