@@ -2,7 +2,8 @@
 
     scripts/gpu_record [--device auto|cuda|cpu] [--model cnn|transformer|mlp] [--seconds 340]
                        [--workers 0,2,4,8] [--batches 64,256,1024] [--precisions default,bf16]
-                       [--pins true,false] [--seed 0] [--to FILE]
+                       [--pins true,false] [--passes N]
+                       [--seed 0] [--to FILE]
 
 At most 96 configs. They are visited in random order, pass after pass, each time in a fresh process,
 until the time is over: two passes where time allows. The first pass also records the halves by
@@ -42,7 +43,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ def main(words: Sequence[str]) -> int:
             say(f"gpu_record: {given.model} cannot be probed: {str(error) or 'no time left'}")
             return 1
         try:
-            fill(record, lab, visits(grid, given.seed), clock, path)
+            plan = takewhile(
+                lambda visit: given.passes is None or visit.turn < given.passes,
+                visits(grid, given.seed),
+            )
+            fill(record, lab, plan, clock, path)
         finally:
             lab.close()
             write(record, path)
@@ -273,6 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=SECONDS, help="for all of it")
     for option, default in GRID.items():
         add(f"--{option}", metavar="A,B", help=f"values of {KNOBS[option]}; default {default}")
+    add("--passes", type=int, metavar="N", help="at most; default as many as fit into the time")
     add("--seed", type=int, default=0)
     add("--to", type=Path, metavar="FILE", help="the JSON file")
     return parser
