@@ -206,8 +206,7 @@ def doctor(bench: Bench, figures: Figures) -> None:
     """The doctor finds nothing broken, and what it finds is kept."""
     ran = command(["autotune", "doctor"], bench.clock)
     figures["text"] = ran.out
-    limits = [text.strip() for text in ran.out.splitlines() if text.startswith("  limits")]
-    figures["in_short"] = f"{len(limits)} rows limit tuning"
+    figures["in_short"] = (ran.out.strip().rpartition("\n\n")[2] or "").replace("\n", " ")
     expect(ran.code == 0, f"exit code {ran.code}: {ran.err[-300:]}")
 
 
@@ -226,6 +225,7 @@ def gpu_tests(bench: Bench, figures: Figures) -> None:
     figures["failures"] = [text for text in lines if text.startswith(("FAILED", "ERROR"))]
     figures["tail"] = ran.out[-6000:]
     expect(ran.code == 0, f"pytest ended with {ran.code}")
+    expect("passed" in figures["in_short"], "none of them ran")
 
 
 # --- launching ------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def short_and_long(bench: Bench, figures: Figures) -> None:
         assert measured is not None
         labels = getattr(rate(measured), "labels", ())
         told = {"long": wish is long, "labels": labels, **asdict(known), **told_of(outcome)}
-        figures["rates"].append(told)
+        figures["rates"].append({**told, "blocks": [asdict(block) for block in measured.blocks]})
     short = [told["value"] for told in figures["rates"] if not told["long"]]
     (whole,) = (told for told in figures["rates"] if told["long"])
     found = ratio_of(short, Estimate(**{name: whole[name] for name in ("value", "low", "high")}))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -228,7 +228,7 @@ class Labs:
 
 
 def told_of(outcome: Outcome) -> dict[str, Any]:
-    """How a probe ended, and its phases."""
+    """How a probe ended, and all that it told, its blocks apart."""
     if outcome.failure is not None:
         failure = outcome.failure
         return {
@@ -238,19 +238,10 @@ def told_of(outcome: Outcome) -> dict[str, Any]:
             "log_tail": failure.log_tail[-500:],
             "probe_s": round(outcome.probe_s, 3),
         }
-    measured = outcome.measurement
-    assert measured is not None
-    return {
-        "status": "ok",
-        "probe_s": round(outcome.probe_s, 3),
-        "build_s": measured.build_s,
-        "startup_s": measured.startup_s,
-        "first_step_s": measured.first_step_s,
-        "stopped": measured.stopped,
-        "memory_bytes": measured.memory_bytes,
-        "resident_bytes": measured.resident_bytes,
-        "host_memory_bytes": measured.host_memory_bytes,
-    }
+    assert outcome.measurement is not None
+    known = asdict(outcome.measurement)
+    del known["blocks"]
+    return {"status": "ok", "probe_s": round(outcome.probe_s, 3), **known}
 
 
 # --- commands -------------------------------------------------------------------------------------

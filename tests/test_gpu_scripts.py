@@ -174,6 +174,44 @@ def test_nvml_is_held_against_the_probes_own_counters():
     assert unread["context_bytes"] is None
 
 
+PYTEST = {
+    "3 passed, 1 skipped in 9.1s": (0, ""),
+    "15 skipped in 1.01s": (0, "none of them ran"),
+    "1 failed, 14 passed in 60.2s": (1, "pytest ended with 1"),
+}
+
+
+@pytest.mark.parametrize("last", PYTEST)
+def test_gpu_tests_that_did_not_run_have_not_passed(last, monkeypatch, tmp_path):
+    code, reason = PYTEST[last]
+    asked = []
+
+    def command(words, clock):
+        asked.append(words)
+        return gpu_lab.Ran(code=code, out=f"FAILED tests/test_gpu.py::test_a\n{last}\n", err="")
+
+    monkeypatch.setattr(gpu_checking, "command", command)
+    bench = Bench("cuda:0", "", gpu_lab.Labs("cuda:0", tmp_path), tmp_path, Clock(0))
+    (row,) = gpu_checking.chosen("gpu_tests")
+    result = gpu_checking.attempt(row, bench, Clock(60))
+    assert (result.status, result.reason) == ("failed" if reason else "passed", reason)
+    assert result.figures["failures"] == ["FAILED tests/test_gpu.py::test_a"]
+    assert [Path(word).name for word in asked[0] if word.endswith(".py")] == ["test_gpu.py"]
+
+
+def test_a_run_is_told_as_far_as_it_came(tmp_path):
+    assert gpu_checking.told_by_run(tmp_path) == {"statuses": {}}
+    (tmp_path / "run.json").write_text('{"answer": null}')
+    rows = (
+        "trial,stage,status,reason,samples_per_s\n0,baseline,ok,,412\n1,loader,crash,SIGKILL (9),\n"
+    )
+    (tmp_path / "trials.csv").write_text(rows)
+    told = gpu_checking.told_by_run(tmp_path)
+    assert (told["answer"], told["statuses"]) == (None, {"ok": 1, "crash": 1})
+    assert told["reasons"] == ["SIGKILL (9)"]
+    assert [row["samples_per_s"] for row in told["rows"]] == ["412", ""]
+
+
 class MadeUpNvml(ModuleType):
     """Enough of pynvml for a watcher: energy ticks, power is not supported."""
 
