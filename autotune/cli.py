@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from autotune.errors import InputError, OptionError
+from autotune.errors import InputError, OptionError, UnfitError
 from autotune.options import SAMPLERS, Options
 from autotune.runfolder import Order, new_run, read_content, resumed_run
 from autotune.stop import Stop
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from autotune.state import RunState
     from autotune.types import Trial
 
-COMMANDS = ("tune", "report", "export")
+COMMANDS = ("tune", "report", "export", "doctor")
 USAGE = "python -m autotune --model FILE[:FACTORY] [options] [HYDRA OVERRIDES]"
 
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     words = list(arguments)
     command = words.pop(0) if words and words[0] in COMMANDS else "tune"
-    {"tune": _tune, "report": _report, "export": _export}[command](words)
+    {"tune": _tune, "report": _report, "export": _export, "doctor": _doctor}[command](words)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +107,8 @@ def _options(given: argparse.Namespace) -> Options:
 def _tune_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m autotune",
-        usage=f"{USAGE}\n       python -m autotune report DIR | export DIR --format F [--to FILE]",
+        usage=f"{USAGE}\n       python -m autotune doctor | report DIR | "
+        "export DIR --format F [--to FILE]",
         description="Find the fastest way to train your own PyTorch model on this machine.",
     )
     add = parser.add_argument
@@ -175,6 +177,16 @@ def _export(words: list[str]) -> None:
     except OSError as error:
         raise OptionError(f"--to {given.to}: cannot be written: {error.strerror}") from None
     _say(f"written to {given.to}")
+
+
+def _doctor(words: list[str]) -> None:
+    _Parser(prog="python -m autotune doctor").parse_args(words)
+    from autotune import doctor
+
+    checks = doctor.examine()
+    print(doctor.text(checks, width=shutil.get_terminal_size().columns), flush=True)
+    if reasons := doctor.broken(checks):
+        raise UnfitError(f"nothing can be tuned here: {'; '.join(reasons)}")
 
 
 def _say(text: str) -> None:

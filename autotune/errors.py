@@ -33,6 +33,10 @@ class LaunchError(AutotuneError):
     """No process for probes could be started at all."""
 
 
+class UnfitError(AutotuneError):
+    """Nothing can be tuned on this machine as it is."""
+
+
 class StoppedError(AutotuneError):
     """A signal asked the run to end."""
 
