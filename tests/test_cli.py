@@ -545,7 +545,7 @@ LAYERS_DOWN = (
     {"staged", "ceilings", "scene", "store", "runfolder", "budget"},
     {"options", "diagnosis", "pareto", "exporters", "space", "request"},
     {"launcher", "home", "forkserver"},
-    {"knobs", "metrics", "steady", "machine", "source", "channel", "stop"},
+    {"knobs", "metrics", "steady", "machine", "source", "channel", "stop", "guard"},
     {"types", "errors", "parallel", "precision"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""
