@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.ceilings import SLACK, WORTH, Ceilings
+from autotune.ceilings import Ceilings
+from autotune.halves import SLACK, WORTH
 from autotune.scene import Ask, Climb, Plan, Scene, data_wait, gain, speed_of
 from autotune.space import (
     ACCUMULATION,
@@ -32,14 +33,14 @@ def staged(scene: Scene) -> Plan:
     """Ceilings of each half, composed, verified in the order of their bounds, then climbed."""
     ceilings = Ceilings(scene)
     yield from ceilings.first_look()
-    if ceilings.start in ceilings.device:
-        yield from ceilings.loader_ladder()
-    yield from ceilings.device_ladder()
-    yield from ceilings.loader_ladder()
+    if ceilings.halves.start in ceilings.halves.device:
+        yield from ceilings.loader.climb()
+    yield from ceilings.device.climb()
+    yield from ceilings.loader.climb()
     yield from verify(scene, ceilings)
     yield from climb(scene, ceilings)
     yield from simplify(scene)
-    yield from ceilings.price_of_the_global_batch()
+    yield from ceilings.device.price_of_the_global_batch()
 
 
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:
@@ -138,9 +139,9 @@ def _loader_neighbours(
     scene: Scene, ceilings: Ceilings, config: Config
 ) -> Iterator[tuple[Config, str]]:
     space, workers = scene.space, whole(config.get(WORKERS))
-    if WORKERS in space.searched() and not ceilings.feeds(workers):
+    if WORKERS in space.searched() and not ceilings.loader.feeds(workers):
         for value in notches(space.values[WORKERS], workers, up_first=True):
-            if ceilings.may_run(whole(value)):
+            if ceilings.loader.may_run(whole(value)):
                 yield ceilings.with_workers(config, whole(value)), f"{value} workers"
     if workers and PREFETCH in space.searched():
         for value in notches(space.values[PREFETCH], config.get(PREFETCH), up_first=True):
