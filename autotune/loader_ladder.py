@@ -58,7 +58,9 @@ class LoaderLadder:
         most = self._most_in_flight()
         starved = not self.feeds(max(self.halves.loader, default=0))
         if starved and most < max(whole(count) for count in self.scene.space.values[WORKERS]):
-            self.scene.leave_out(f"more than {int(most)} workers: too little memory for their batches")
+            self.scene.leave_out(
+                f"more than {int(most)} workers: too little memory for their batches"
+            )
 
     def _next_workers(self) -> int | None:
         """As many as the rates so far say are needed, then the fewest that may be enough."""

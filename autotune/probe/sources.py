@@ -14,12 +14,15 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune.probe.batches import leading, mapped, moved, size_bytes, tensors_of
+from autotune.probe.memory import total_bytes
 from autotune.probe.setup import Setup
 from autotune.probe.workload import Workload
 from autotune.types import ProbeSpec
 
 MOST_WORKERS = 1024
 RING = 8
+RING_SHARE = 0.02
+"""Share of an accelerator's memory that the ring may hold beside the batch in use."""
 
 
 class NoBatchesError(Exception):
@@ -189,6 +192,15 @@ def read_stock(spec: ProbeSpec) -> list[Any]:
         return [pickle.loads(sample) for sample in pickle.load(file)]
 
 
+def longest_first(spec: ProbeSpec) -> list[Any]:
+    """The same samples, those first that take most bytes."""
+    if spec.stock is None:
+        return []
+    with Path(spec.stock).open("rb") as file:
+        pickled: list[bytes] = pickle.load(file)
+    return [pickle.loads(sample) for sample in sorted(pickled, key=len, reverse=True)]
+
+
 def stock_batch(
     workload: Workload, loader: DataLoader[Any], samples: list[Any], first: int, size: int
 ) -> tuple[int, Any]:
@@ -213,11 +225,20 @@ def ring_of(
         batches = [(workload.count(batch) or leading(batch), batch) for batch in drawn]
     else:
         size = setup.batch_size
-        count = max(1, min(RING, len(samples) // size))
-        batches = [
-            stock_batch(workload, loader, samples, turn * size, size) for turn in range(count)
+        batches = [stock_batch(workload, loader, samples, 0, size)]
+        count = min(RING, len(samples) // size, _most_on(device, size_bytes(batches[0][1])))
+        batches += [
+            stock_batch(workload, loader, samples, turn * size, size) for turn in range(1, count)
         ]
     return [(count, moved(batch, device, non_blocking=False)) for count, batch in batches]
+
+
+def _most_on(device: torch.device, batch_bytes: int) -> int:
+    """Batches of a ring that does not make a size fail which fits by itself."""
+    total = total_bytes(device)
+    if total is None or not batch_bytes:
+        return RING
+    return 1 + int(RING_SHARE * total / batch_bytes)
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
