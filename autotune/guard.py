@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from autotune.types import Measurement, WorkloadFacts
+from autotune.types import Measurement, Trial, WorkloadFacts
 
 GIB = 1024**3
 MOST_USED = 0.92
@@ -189,6 +189,15 @@ def host_point(measured: Measurement, batch: int, accumulation: int) -> Point | 
         resident_bytes=measured.resident_bytes,
         accumulates=accumulation > 1,
     )
+
+
+def beside_the_allocator(trials: Sequence[Trial]) -> tuple[int | None, int | None]:
+    """Device memory of other processes, and of our context and libraries, when last read."""
+    for trial in reversed(trials):
+        measured = trial.measurement
+        if measured is not None and measured.other_bytes is not None:
+            return measured.foreign_bytes, measured.other_bytes
+    return None, None
 
 
 def plannable_bytes(total_bytes: int, foreign_bytes: int | None) -> float:

@@ -554,7 +554,7 @@ LAYERS_DOWN = (
         "budget",
     },
     {"options", "diagnosis", "pareto", "exporters", "space", "request"},
-    {"launcher", "home", "forkserver"},
+    {"launcher", "home", "hostwatch", "forkserver"},
     {"knobs", "metrics", "steady", "machine", "source", "channel", "stop", "guard"},
     {"types", "errors", "parallel", "precision"},
 )
