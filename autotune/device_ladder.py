@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from autotune import guard
+from autotune.fitting import Fitting, why_unfit
+from autotune.guard import CLOSE_ENOUGH, Judgement
 from autotune.halves import SLACK, WORTH, Halves
 from autotune.knobs import KNOBS, Family
 from autotune.scene import Plan, device_ask, speed_of
-from autotune.space import ACCUMULATION, BATCH, WAIT_POLICY
-from autotune.types import Config, Stage
+from autotune.space import ACCUMULATION, BATCH, FINENESS, WAIT_POLICY
+from autotune.types import Config, Estimate, Stage, Trial, whole
 
 IDLE_DEVICE = 1.5
 """A device this much faster than the loader gains nothing by being faster still."""
@@ -26,6 +30,7 @@ class DeviceLadder:
     def __init__(self, halves: Halves) -> None:
         self.halves = halves
         self.scene = halves.scene
+        self.fitting = Fitting(self.scene.space, self.scene.limits)
         self._matters = False
 
     def own(self) -> Plan:
@@ -88,21 +93,43 @@ class DeviceLadder:
         return min(sorted(allowed), key=lambda steps: abs(steps - wanted))
 
     def _climb_batches(self, pairs: Iterable[tuple[int, int]]) -> Plan:
-        best = self.halves.device.get(self.halves.start)
-        for batch, steps in pairs:
-            if not self.scene.may_probe(Stage.DEVICE):
+        """Size after size while that gains; none that is known not to fit."""
+        best, reached_size = self.halves.device.get(self.halves.start), 0
+        left = [pair for pair in pairs if self._with_batch(*pair) not in self.halves.device]
+        while left and self.scene.may_probe(Stage.DEVICE):
+            batch, steps = self._proven_before(left[0])
+            if batch == left[0][0]:
+                left.pop(0)
+            if self.fitting.judge(batch, steps) is Judgement.REFUSED:
+                self._leave_out(batch, steps)
                 return
             config = self._with_batch(batch, steps)
-            if config in self.halves.device:
-                continue
             yield from self._probe(config, f"micro-batch {batch}")
             reached = self.halves.device.get(config)
             if reached is None:
                 yield from self._bisect(batch)
                 return
-            if best is not None and reached.value < WORTH * best.value:
+            if best is not None and reached.value < _worth(batch, reached_size) * best.value:
                 return
-            best = reached
+            best, reached_size = reached, batch
+
+    def _proven_before(self, pair: tuple[int, int]) -> tuple[int, int]:
+        """Rather than a size that may not fit one below it that must, if that is a step at all."""
+        if self.fitting.judge(*pair) is Judgement.SAFE or not self.scene.space.may_bisect:
+            return pair
+        size = self.fitting.largest_safe // FINENESS * FINENESS
+        largest = max(self._sizes(), default=0)
+        if not max(CLOSE_ENOUGH * largest, largest + 1) <= size < pair[0]:
+            return pair
+        return size, self._accumulation(size)
+
+    def _leave_out(self, batch: int, steps: int) -> None:
+        reason = self.fitting.why_refused(batch, steps)
+        self.scene.leave_out(f"micro-batch {batch} and more: {reason}")
+
+    def _sizes(self) -> list[int]:
+        """The micro-batches that are known to run."""
+        return [self.scene.space.micro_batch(config) for config in self.halves.device]
 
     def _descend(self, pairs: Iterable[tuple[int, int]], failing: int) -> Plan:
         """From a size that fails down to one that runs, then back up between the two."""
@@ -120,14 +147,15 @@ class DeviceLadder:
         """The largest multiple of eight that runs, below a size that does not."""
         if not self.scene.space.goal.free or BATCH in self.scene.space.asked:
             return
-        sizes = [self.scene.space.micro_batch(config) for config in self.halves.device]
-        low = max((size for size in sizes if size < failing), default=0)
+        low = max((size for size in self._sizes() if size < failing), default=0)
         while low and failing - low > 8 and self.scene.may_probe(Stage.DEVICE):
             middle = (low + failing) // 16 * 8
             if middle <= low:
                 return
-            config = self._with_batch(middle, self._accumulation(middle))
-            yield from self._probe(config, f"micro-batch {middle}")
+            steps = self._accumulation(middle)
+            config = self._with_batch(middle, steps)
+            if self.fitting.judge(middle, steps) is not Judgement.REFUSED:
+                yield from self._probe(config, f"micro-batch {middle}")
             if config in self.halves.device:
                 low = middle
             else:
@@ -144,6 +172,8 @@ class DeviceLadder:
         if largest < goal.size or (facts.dataset_len and beyond > facts.dataset_len):
             return
         if not self.scene.may_probe(Stage.DEVICE):
+            return
+        if self.fitting.judge(beyond, 1) is Judgement.REFUSED:
             return
         trial = yield device_ask(
             self._with_batch(beyond, 1), f"device alone, micro-batch {beyond} (only its price)"
@@ -173,10 +203,43 @@ class DeviceLadder:
 
     def _probe(self, config: Config, why: str) -> Plan:
         trial = yield device_ask(config, f"device alone, {why}")
+        batch, steps = self.scene.space.micro_batch(config), whole(config.get(ACCUMULATION, 1))
+        if config == self._with_batch(batch, steps):
+            self.fitting.learn(trial, batch, steps)
         known = speed_of(trial)
-        # What needs more memory than allowed is no better than what runs out of it.
-        if known is not None and self.scene.keeps(trial, "memory_gb"):
+        if known is not None and self._fits(trial) and not self._spilled(trial, known):
             self.halves.device[config] = known
+
+    def _fits(self, trial: Trial) -> bool:
+        """What needs more memory than allowed is no better than what runs out of it."""
+        return self.scene.keeps(trial, *self._on_device) and not why_unfit(
+            trial, self.scene.space, self.scene.limits
+        )
+
+    @property
+    def _on_device(self) -> tuple[str, ...]:
+        """The limits that the training process alone can break already."""
+        on_cpu = self.scene.space.machine.on_cpu
+        return ("memory_gb", "host_memory_gb") if on_cpu else ("memory_gb",)
+
+    def _spilled(self, trial: Trial, reached: Estimate) -> bool:
+        """Whether it runs, but so slowly that its memory seems to lie on the host."""
+        batch = self.scene.space.micro_batch(trial.config)
+        smaller = {
+            self.scene.space.micro_batch(config): known.value
+            for config, known in self.halves.device.items()
+            if self.scene.space.micro_batch(config) < batch
+        }
+        assert trial.measurement is not None
+        best = max(smaller, key=lambda size: smaller[size], default=0)
+        used = self.fitting.used(trial.measurement)
+        if not smaller or not guard.has_spilled(reached.value, smaller[best], used):
+            return False
+        self.scene.leave_out(
+            f"micro-batch {batch}: suspected spill to host memory, a sample takes "
+            f"{smaller[best] / reached.value:.1f}x as long as at {best}"
+        )
+        return True
 
     def _with_batch(self, batch: int, steps: int) -> Config:
         return self.scene.space.config({BATCH: batch, ACCUMULATION: steps}, self.halves.start)
@@ -199,3 +262,10 @@ class DeviceLadder:
         return min(
             near, key=lambda c: (self.scene.space.global_batch(c), -self.halves.device[c].value)
         )
+
+
+def _worth(batch: int, before: int) -> float:
+    """What a step must gain: a doubling all of it, a smaller one its part."""
+    if not before or batch <= before:
+        return WORTH
+    return math.pow(WORTH, min(1.0, math.log2(batch / before)))

@@ -10,6 +10,7 @@ from typing import Protocol
 from autotune import pareto, scene, search, space, store
 from autotune.budget import Budget, probed
 from autotune.errors import NothingRanError
+from autotune.fitting import why_unfit
 from autotune.launcher import Launcher
 from autotune.machine import machine_of
 from autotune.measuring import Prober
@@ -320,13 +321,20 @@ class Job:
         state = self.state
         if state.space is None:
             return None
-        allowed = {trial.config: state.space.admits(trial.config) for trial in state.trials}
+        limits = state.checked.limits
+        unfit = {
+            t.config for t in state.trials if t.end_to_end and why_unfit(t, state.space, limits)
+        }
+        allowed = {
+            trial.config: state.space.admits(trial.config) and trial.config not in unfit
+            for trial in state.trials
+        }
         return pareto.decide(
             state.trials,
             state.baseline,
             allowed,
             objective=state.checked.objectives[0],
-            limits=state.checked.limits,
+            limits=limits,
             min_gain=state.checked.min_gain,
         )
 

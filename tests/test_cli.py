@@ -553,7 +553,7 @@ LAYERS_DOWN = (
         "runfolder",
         "budget",
     },
-    {"options", "diagnosis", "pareto", "exporters", "space", "request"},
+    {"options", "diagnosis", "pareto", "exporters", "fitting", "space", "request"},
     {"launcher", "home", "hostwatch", "forkserver"},
     {"knobs", "metrics", "steady", "machine", "source", "channel", "stop", "guard"},
     {"types", "errors", "parallel", "precision"},
