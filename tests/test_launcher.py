@@ -111,7 +111,8 @@ def grow(spec, workload, startup_s):
         time.sleep(600)
     if where == "shm":
         with Path(f"/dev/shm/torch_{os.getpid()}_1_0").open("wb") as file:
-            file.write(b"1" * size)
+            for _ in range(200):
+                file.write(b"1" * (size // 200))
     else:
         held = bytearray(b"1" * size)
     time.sleep(600)
