@@ -149,7 +149,7 @@ class Probe:
             start_ns=window.start_ns,
             end_ns=window.end_ns,
         )
-        measured = self._with_host_facts(measured, workload, cpu, shm)
+        measured = self._with_host_facts(measured, cpu, shm, source)
         return _judged(self._with_memory(measured, workload, source, sink), sink)
 
     def _first_steps(
@@ -208,17 +208,22 @@ class Probe:
         self._longest_of = len(samples)
 
     def _with_host_facts(
-        self, measured: Measurement, workload: Workload, cpu: tuple[float, float], shm: int
+        self,
+        measured: Measurement,
+        cpu: tuple[float, float],
+        shm: int,
+        source: LoaderSource | CachedSource,
     ) -> Measurement:
         mine, workers = host.cpu_s()
         pss = host.proportional_bytes()
         in_flight = max(0, host.shm_used_bytes() - shm)
+        surplus = _surplus(source) if self.device.type == "cpu" else 0
         worker_s = max(0.0, workers - cpu[1])
         return replace(
             measured,
             cpu_s=mine - cpu[0] + worker_s,
             worker_cpu_s=worker_s,
-            host_memory_bytes=None if pss is None else pss + in_flight,
+            host_memory_bytes=None if pss is None else max(0, pss + in_flight - surplus),
         )
 
     def _with_memory(

@@ -22,7 +22,7 @@ from autotune.types import ProbeSpec
 MOST_WORKERS = 1024
 RING = 8
 RING_SHARE = 0.02
-"""Share of an accelerator's memory that the ring may hold beside the batch in use."""
+"""Share of the step's memory that the ring may hold beside the batch in use."""
 
 
 class NoBatchesError(Exception):
@@ -226,19 +226,27 @@ def ring_of(
     else:
         size = setup.batch_size
         batches = [stock_batch(workload, loader, samples, 0, size)]
-        count = min(RING, len(samples) // size, _most_on(device, size_bytes(batches[0][1])))
+        most = _most_in_ring(_room(spec, device), size_bytes(batches[0][1]))
+        count = min(most, len(samples) // size)
         batches += [
             stock_batch(workload, loader, samples, turn * size, size) for turn in range(1, count)
         ]
     return [(count, moved(batch, device, non_blocking=False)) for count, batch in batches]
 
 
-def _most_on(device: torch.device, batch_bytes: int) -> int:
+def _room(spec: ProbeSpec, device: torch.device) -> int | None:
+    """Bytes that the ring shares with the step, where they are bounded."""
+    if device.type != "cpu":
+        return total_bytes(device)
+    limits = (spec.memory_limit_bytes, spec.host_limit_bytes)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _most_in_ring(room: int | None, batch_bytes: int) -> int:
     """Batches of a ring that does not make a size fail which fits by itself."""
-    total = total_bytes(device)
-    if total is None or not batch_bytes:
+    if room is None or not batch_bytes:
         return RING
-    return 1 + int(RING_SHARE * total / batch_bytes)
+    return min(RING, 1 + int(RING_SHARE * room / batch_bytes))
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:
