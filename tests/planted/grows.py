@@ -1,4 +1,4 @@
-"""Known answer: the largest micro-batch whose memory keeps a limit that is given with the run.
+"""Known answer: micro-batch 32 of 8, 32 and 64, under a limit of 0.7 GiB on the host's memory.
 
 Larger micro-batches pay: a step sleeps 40 ms, and 0.1 ms a sample. Each sample takes 1 MiB of the
 host's memory while the step lasts; `Jumps` takes 1 GiB more, all of a sudden, above 40.
