@@ -2,12 +2,16 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from made_up import FACTS, space, trial
 
 import autotune
 from autotune.errors import NothingRanError
+from autotune.report import verdict
 
 PLANTED = Path(__file__).parent / "planted"
 SIZES = {"train": {"batch_size": [64, 8, 32]}}
@@ -20,10 +24,10 @@ def tune(tmp_path):
     """Try three sizes of a planted job, the largest first."""
 
     def run(factory, **options):
-        space = tmp_path / "space.yaml"
-        space.write_text(json.dumps(SIZES))
+        sizes = tmp_path / "space.yaml"
+        sizes.write_text(json.dumps(SIZES))
         reference = f"{PLANTED / 'grows.py'}:{factory}"
-        options = {"global_batch": "free", "space": str(space), **options}
+        options = {"global_batch": "free", "space": str(sizes), **options}
         return autotune.tune(
             reference,
             budget="40s",
@@ -58,3 +62,23 @@ def test_where_not_one_sample_fits_the_end_says_so(tune):
     assert "it does not fit at batch 1" in str(error.value)
     assert "checkpoint" in str(error.value)
     assert "CUDA out of memory" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "seen", "told"),
+    [
+        ({"varies": False}, 0, ""),
+        ({"varies": True}, 512, "on the longest of 512 samples seen; 10 % of each limit"),
+        ({"varies": True, "dataset_len": 512}, 512, "on the longest of 512 samples seen."),
+        ({"varies": True}, 0, "on typical samples only; 10 % of each limit on memory stays free"),
+    ],
+)
+def test_the_verdict_says_which_samples_memory_was_measured_on(facts, seen, told):
+    known = space(facts=replace(FACTS, **facts))
+    row = trial(known.baseline, longest_of=seen)
+    state = SimpleNamespace(
+        answer=SimpleNamespace(config=known.baseline), space=known, trials=[row]
+    )
+    text = " ".join(verdict._memory(state))
+    assert told in text
+    assert bool(text) == facts["varies"]

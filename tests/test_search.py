@@ -10,8 +10,8 @@ from autotune import guard
 from autotune.metrics import read_limit
 from autotune.scene import MOST_END_TO_END
 from autotune.search import SAMPLERS, path_configs
-from autotune.space import ACCUMULATION, BATCH, WORKERS, Goal
-from autotune.types import Source, Stage, Status
+from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS, Goal
+from autotune.types import Failure, Source, Stage, Status
 
 YOURS = {WORKERS: 0, BATCH: 32}
 
@@ -267,6 +267,29 @@ def test_a_suspected_spill_is_told_and_no_candidate():
     assert told
     assert known.answer.config[BATCH] <= 100
     assert not [a for a in known.end_to_end() if a.config[BATCH] > 100]
+
+
+@pytest.mark.parametrize("told", ["Caught AcceleratorError in pin memory thread", ""])
+def test_pinning_that_fails_is_tried_off_before_anything_else(told):
+    """Case 13: page-locked memory is short while the device's own is free."""
+    law = growing(memory=lambda _: GIB, load_s=1e-4)
+    known = job(law, machine=HOPPER, current={**YOURS, PINNING: True})
+    outcome = known.outcome
+
+    def without_pinned_memory(ask):
+        if ask.source is Source.LOADER and ask.config.get(PINNING):
+            message = "device: AcceleratorError: CUDA error: out of memory"
+            return Failure(status=Status.OUT_OF_MEMORY, message=message, log_tail=told)
+        return outcome(ask)
+
+    known.outcome = without_pinned_memory
+    known.run()
+    verified = [a.config for a in known.asked(Stage.VERIFY)]
+    if told:
+        assert verified[1] == verified[0].but({PINNING: False})
+        assert known.answer.config[PINNING] is False
+    else:
+        assert all(config[PINNING] for config in verified)
 
 
 def test_where_lengths_vary_a_margin_is_kept():
