@@ -88,10 +88,11 @@ def why_unfit(trial: Trial, space: Space, limits: Sequence[Limit]) -> str:
         return ""
     if reason := guard.why_tight(measured):
         return reason
+    still_grows = guard.LONGER_TO_COME if measured.reserved_grew else 1.0
     for bound in bounds(space, limits, measured):
-        held = bound.held(measured)
-        if held is not None and held > bound.limit_bytes:
-            return f"holds {held / GIB:.3g} of {bound.limit_bytes / GIB:.3g} GiB"
+        held, most = bound.held(measured), still_grows * bound.limit_bytes
+        if held is not None and held > most:
+            return f"holds {held / GIB:.3g} of {most / GIB:.3g} GiB"
     return ""
 
 

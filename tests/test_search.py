@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from made_up import CPU, EVERYTHING, FACTS, GIB, HOPPER, asking
+from made_up import CPU, EVERYTHING, FACTS, GIB, HOPPER, asking, trial
 from oracle import CLOSING, KEPT_BACK, Job, Law, fits_into
 
 from autotune import guard
+from autotune.fitting import why_unfit
 from autotune.metrics import read_limit
 from autotune.scene import MOST_END_TO_END
 from autotune.search import SAMPLERS, path_configs
@@ -267,6 +268,16 @@ def test_a_suspected_spill_is_told_and_no_candidate():
     assert told
     assert known.answer.config[BATCH] <= 100
     assert not [a for a in known.end_to_end() if a.config[BATCH] > 100]
+
+
+def test_memory_that_still_grows_keeps_a_margin():
+    known = job(GROWS, machine=SMALL_GPU)
+    near = trial(
+        known.space.config({BATCH: 1300}), memory_bytes=int(14.5 * GIB), resident_bytes=GIB
+    )
+    grew = replace(near, measurement=replace(near.measurement, reserved_grew=True))
+    assert why_unfit(near, known.space, ()) == ""
+    assert why_unfit(grew, known.space, ()) == "holds 14.5 of 13.2 GiB"
 
 
 @pytest.mark.parametrize("told", ["Caught AcceleratorError in pin memory thread", ""])

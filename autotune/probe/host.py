@@ -11,7 +11,9 @@ import psutil
 
 PROC = Path("/proc/self")
 WALL_SLACK = 512 * 1024**2
-"""What a process may map beyond its limit: stacks of threads, and what is never touched."""
+"""What a process may map beyond its limit, as not all of it is ever touched,"""
+STACK = 16 * 1024**2
+"""and for each CPU, as there may be threads."""
 WALL_SHARE = 0.25
 """And this share of the limit: the launcher watches what is really held."""
 
@@ -56,7 +58,8 @@ def wall_in(process_limit: int | None, host_limit: int | None, inherited: int) -
     limit = min(limits)
     room = max(0, limit - max(0, held - inherited))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wall = mapped + room + WALL_SLACK + int(WALL_SHARE * limit)
+    slack = WALL_SLACK + STACK * (os.cpu_count() or 1) + int(WALL_SHARE * limit)
+    wall = mapped + room + slack
     if hard != resource.RLIM_INFINITY:
         wall = min(wall, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wall, hard))
