@@ -10,7 +10,8 @@ from typing import Protocol
 from autotune import pareto, scene, search, space, store
 from autotune.budget import Budget, probed
 from autotune.errors import NothingRanError
-from autotune.launcher import Launcher
+from autotune.fitting import why_unfit
+from autotune.launcher import OOM_KILLED, Launcher
 from autotune.machine import machine_of
 from autotune.measuring import Prober
 from autotune.options import with_file
@@ -20,6 +21,7 @@ from autotune.source import third_party_imports
 from autotune.state import RunState, load_state, run_content, write_answer, write_diagnosis
 from autotune.stop import Stop
 from autotune.types import (
+    REFUSED,
     Config,
     Failure,
     Sink,
@@ -320,13 +322,20 @@ class Job:
         state = self.state
         if state.space is None:
             return None
-        allowed = {trial.config: state.space.admits(trial.config) for trial in state.trials}
+        limits = state.checked.limits
+        unfit = {
+            t.config for t in state.trials if t.end_to_end and why_unfit(t, state.space, limits)
+        }
+        allowed = {
+            trial.config: state.space.admits(trial.config) and trial.config not in unfit
+            for trial in state.trials
+        }
         return pareto.decide(
             state.trials,
             state.baseline,
             allowed,
             objective=state.checked.objectives[0],
-            limits=state.checked.limits,
+            limits=limits,
             min_gain=state.checked.min_gain,
         )
 
@@ -399,4 +408,22 @@ def _why_nothing_ran(state: RunState) -> str:
         asked = " and ".join(["the values asked for", *map(str, state.checked.limits)])
         why = f"no answer: of {ran} measured, none keeps {asked}"
         return f"{why}\n{told}\nrows: {state.folder / 'trials.csv'}".replace("\n\n", "\n")
-    return f"no config ran:\n{told}\nlogs: {state.folder / 'probes'}"
+    return f"no config ran:\n{told}{_remedies(failed)}\nlogs: {state.folder / 'probes'}"
+
+
+def _remedies(failed: list[Trial]) -> str:
+    """What is left to do where not even a single sample fits."""
+    ran = [t for t in failed if t.status not in REFUSED]
+    if not ran or any(t.status is not Status.OUT_OF_MEMORY for t in ran):
+        return ""
+    # The inspecting probe halves its batch down to one, unless the kernel ends it before.
+    down_to_one = any(
+        t.config.get(space.BATCH) == 1
+        or (t.stage is Stage.INSPECT and not t.reason.startswith(OOM_KILLED))
+        for t in ran
+    )
+    size = "at batch 1" if down_to_one else "at any batch that was tried"
+    return (
+        f"\nit does not fit {size}: recompute activations (torch.utils.checkpoint), "
+        "train in a lower precision (bf16), shard the model (FSDP), or take a smaller one"
+    )

@@ -119,6 +119,12 @@ class ForkedJob:
         self._server = server
         self._number = number
 
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once that is known."""
+        pid: int | None = self._server.reply(self._number, "pid")
+        return pid
+
     def wait(self, timeout_s: float) -> int | None:
         """The exit code (negative: a signal) once nothing of it is left; None when time is up.
 
@@ -152,6 +158,11 @@ class SpawnedJob:
 
     def __init__(self, arguments: Sequence[str], log: Path, variables: Mapping[str, str]) -> None:
         self._process = start_python(arguments, log, variables)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+        return self._process.pid
 
     def wait(self, timeout_s: float) -> int | None:
         """The exit code (negative: a signal), or None when time is up."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 from autotune.errors import LaunchError, ModelFileError
 from autotune.forkserver import TICK_S, Job, ShouldStop, carry_on, how_it_ended, tail
 from autotune.home import Deadlines, Home, Plan
+from autotune.hostwatch import Excess, HostWatch
 from autotune.types import (
     Failure,
     Measurement,
@@ -175,12 +176,13 @@ class Launcher:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESULT).unlink(missing_ok=True)
         write_atomically(folder / "spec.json", encode(spec))
+        memory = HostWatch(spec)
         try:
             job = home.start(spec)
         except LaunchError as error:
             return End(trouble=str(error))
         try:
-            return _watch(job, spec, should_stop)
+            return _watch(job, spec, memory, should_stop)
         except BaseException:
             job.end()
             raise
@@ -199,9 +201,11 @@ class End:
     """It had written its result."""
     late: bool = False
     trouble: str = ""
+    excess: Excess | None = None
+    """The limit on memory that it had passed."""
 
 
-def _watch(job: Job, spec: ProbeSpec, should_stop: ShouldStop) -> End:
+def _watch(job: Job, spec: ProbeSpec, memory: HostWatch, should_stop: ShouldStop) -> End:
     """Wait for the end of a probe, and bring it about where it does not come by itself."""
     result = Path(spec.folder, RESULT)
     deadline_s = spec.requested_s + spec.timeout_s
@@ -209,12 +213,16 @@ def _watch(job: Job, spec: ProbeSpec, should_stop: ShouldStop) -> End:
     while True:
         try:
             code = job.wait(TICK_S)
+            excess = None if written else memory.excess(job)
         except (EOFError, LaunchError) as error:
             job.end()
             return End(trouble=LOST if isinstance(error, EOFError) else str(error))
         if code is not None:
             return End(code=code)
         should_stop()
+        if excess is not None:
+            job.end()
+            return End(excess=excess)
         if not written and result.exists():
             written, deadline_s = True, time.monotonic() + LINGER_S
         if time.monotonic() > deadline_s:
@@ -225,7 +233,7 @@ def _watch(job: Job, spec: ProbeSpec, should_stop: ShouldStop) -> End:
 def _result(spec: ProbeSpec, end: End, *, out_of_memory: bool) -> Measurement | Failure:
     """What the probe wrote, if it wrote anything; else what its end tells."""
     folder = Path(spec.folder)
-    written = _written(folder / RESULT)
+    written = _written(folder / RESULT) if end.excess is None else None
     if isinstance(written, Measurement):
         return replace(written, notes=(*written.notes, LINGERED)) if end.lingered else written
     failure = written or _failure(spec, end)
@@ -252,6 +260,8 @@ def _written(path: Path) -> Measurement | Failure | None:
 def _failure(spec: ProbeSpec, end: End) -> Failure:
     """What is known of a probe that left no result."""
     phase = _phase(Path(spec.folder))
+    if end.excess is not None:
+        return Failure(status=Status.OUT_OF_MEMORY, message=str(end.excess), phase=phase)
     if end.late:
         last = f"; last phase: {phase}" if phase else ""
         message = f"no result after {spec.timeout_s:g} s{last}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,11 @@ from autotune.types import Machine
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUP_MEMORY = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""The files of a group's limit and use, in either version."""
 
 
 def machine_of(device_facts: Mapping[str, Any]) -> Machine:
@@ -27,7 +33,8 @@ def machine_of(device_facts: Mapping[str, Any]) -> Machine:
         cpus=cpus,
         cpu_limited_by=limit,
         memory_bytes=memory_granted(),
-        shm_bytes=_shm_bytes(),
+        shm_bytes=shm_free(),
+        device_memory_bytes=int(_first(device_facts, "total_memory") or 0),
         device="cpu" if kind == "cpu" else f"{kind}:0",
         devices=tuple(str(name) for name in device_facts.get("names") or ()),
         capability=(int(major), int(minor or 0)),
@@ -64,6 +71,25 @@ def memory_granted() -> int:
     return min(limits)
 
 
+def memory_free() -> int:
+    """Bytes of memory that could be taken now: the machine's, or what the cgroup's limit leaves."""
+    free = [int(psutil.virtual_memory().available)]
+    for folder in _groups("memory"):
+        for limit, usage in CGROUP_MEMORY:
+            most, used = _read(folder / limit), _read(folder / usage)
+            if most.isdigit() and used.isdigit():
+                free.append(max(0, int(most) - int(used) + _reclaimable(folder)))
+    return min(free)
+
+
+def _reclaimable(group: Path) -> int:
+    """Cached pages of files, which the kernel gives up first."""
+    found = re.search(
+        r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE
+    )
+    return int(found[1]) if found else 0
+
+
 def _quotas() -> Iterator[float]:
     for folder in _groups("cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -87,7 +113,8 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (group for group in (folder, *folder.parents) if root in (group, *group.parents))
 
 
-def _shm_bytes() -> int:
+def shm_free() -> int:
+    """Free bytes of /dev/shm; 0 where there is none."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:

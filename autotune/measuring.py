@@ -6,16 +6,31 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from autotune import space
+from autotune import guard, space
 from autotune.budget import Budget
 from autotune.knobs import environment_of
-from autotune.launcher import Launcher
-from autotune.metrics import rate
+from autotune.launcher import Launcher, Outcome
+from autotune.machine import memory_free, shm_free
+from autotune.metrics import GIB, rate
 from autotune.scene import Ask
 from autotune.state import RunState
 from autotune.stop import Stop
-from autotune.types import Config, Label, Measurement, ProbeSpec, Stage, Trial, Value
+from autotune.types import (
+    Config,
+    Failure,
+    Label,
+    Measurement,
+    ProbeSpec,
+    Sink,
+    Source,
+    Stage,
+    Status,
+    Trial,
+    Value,
+    whole,
+)
 
 STOCK_FILE = "samples.pkl"
 WINDOW_SHARE = 0.5
@@ -37,8 +52,7 @@ class Prober:
         """Launch the probe, wait for its end, and make a row of what came of it."""
         folder = self._folder(number, ask.config)
         shutil.rmtree(folder, ignore_errors=True)
-        environment = environment_of(ask.config, load_time=True)
-        outcome = self.launcher.run(self._spec(ask, folder), environment, self.stop.check)
+        outcome = self._refused(ask) or self._launched(ask, folder)
         return Trial(
             number=number,
             config=ask.config,
@@ -51,6 +65,33 @@ class Prober:
             probe_s=outcome.probe_s,
             why=ask.why,
             round=ask.round,
+        )
+
+    def _launched(self, ask: Ask, folder: Path) -> Outcome:
+        environment = environment_of(ask.config, load_time=True)
+        return self.launcher.run(self._spec(ask, folder), environment, self.stop.check)
+
+    def _refused(self, ask: Ask) -> Outcome | None:
+        """What comes of a probe for which there is no memory: nothing is started."""
+        room = guard.Room(free_bytes=memory_free(), shm_bytes=shm_free())
+        reason = guard.shortage(self._need(ask), room)
+        if not reason:
+            return None
+        return Outcome(failure=Failure(status=Status.SKIPPED, message=reason), probe_s=0.0)
+
+    def _need(self, ask: Ask) -> guard.Need:
+        """What the probe surely holds on the host; before anything is known, nothing."""
+        known = self.state.space
+        if known is None:
+            return guard.Need(workers=0, prefetch=0, batch_bytes=0.0)
+        config = ask.config
+        loads = ask.source is Source.LOADER
+        trains_here = ask.sink is Sink.TRAIN and self.state.machine.on_cpu
+        return guard.Need(
+            workers=whole(config.get(space.WORKERS)) if loads else 0,
+            prefetch=whole(config.get(space.PREFETCH)) or 2,
+            batch_bytes=known.micro_batch(config) * known.facts.sample_bytes,
+            resident_bytes=known.facts.parameter_bytes if trains_here else 0.0,
         )
 
     def stock(self) -> str | None:
@@ -89,7 +130,35 @@ class Prober:
             timeout_s=timeout_s,
             cpus=self.state.machine.cpus,
             delivered_batch=self._delivered(),
+            longest=self.state.space is not None and self.state.space.facts.varies,
+            **self._memory_limits(ask),
         )
+
+    def _memory_limits(self, ask: Ask) -> dict[str, Any]:
+        """What the probe may hold. Limits bind the search, not the user's own config."""
+        known, machine = self.state.space, self.state.machine
+        if known is None or ask.config == known.baseline:
+            return {}
+        limits = {
+            limit.metric.name: int(limit.bound * GIB)
+            for limit in self.state.checked.limits
+            if limit.metric.name in ("memory_gb", "host_memory_gb")
+        }
+        own, host = limits.get("memory_gb"), limits.get("host_memory_gb")
+        if machine.on_cpu:
+            return {"memory_limit_bytes": own, "host_limit_bytes": host}
+        return {"memory_fraction": self._fraction(own), "host_limit_bytes": host}
+
+    def _fraction(self, limit_bytes: int | None) -> float | None:
+        """The share of the accelerator's memory at which the probe's allocator refuses."""
+        total = self.state.machine.device_memory_bytes
+        if not total:
+            return None
+        foreign, other = guard.beside_the_allocator(self.state.trials)
+        allowed = guard.plannable_bytes(total, foreign)
+        if limit_bytes is not None:
+            allowed = min(allowed, limit_bytes)
+        return guard.allocator_share(total, allowed, other)
 
     def _global_batch(self, config: Mapping[str, Value]) -> int:
         batch = int(config.get(space.BATCH) or self._delivered())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from autotune.fitting import why_unfit
 from autotune.metrics import METRICS, Limit, Metric, throughput
 from autotune.space import Space
 from autotune.types import Config, Estimate, Sink, Source, Stage, Trial
@@ -67,7 +68,11 @@ class Scene:
 
     def fits(self, trial: Trial) -> bool:
         """Whether the row's config could be the answer."""
-        return self.space.admits(trial.config) and self.keeps(trial, *METRICS)
+        return (
+            self.space.admits(trial.config)
+            and self.keeps(trial, *METRICS)
+            and not why_unfit(trial, self.space, self.limits)
+        )
 
     def keeps(self, trial: Trial, *metrics: str) -> bool:
         """Whether the row was measured and keeps the limits on these metrics."""

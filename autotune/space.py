@@ -14,6 +14,7 @@ from autotune.types import Config, Machine, Value, WorkloadFacts, whole
 
 WORKERS = "loader.num_workers"
 PREFETCH = "loader.prefetch_factor"
+PINNING = "loader.pin_memory"
 BATCH = "train.batch_size"
 ACCUMULATION = "train.accumulation_steps"
 THREADS = "host.threads"

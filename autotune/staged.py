@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
-from autotune.ceilings import SLACK, WORTH, Ceilings
+from autotune.ceilings import Ceilings
+from autotune.halves import SLACK, WORTH
 from autotune.scene import Ask, Climb, Plan, Scene, data_wait, gain, speed_of
 from autotune.space import (
     ACCUMULATION,
     BATCH,
     PERSISTENT,
+    PINNING,
     PREFETCH,
     THREADS,
     WAIT_POLICY,
@@ -24,6 +26,8 @@ MISSED = 0.8
 """Share of its prediction below which loader and step are taken to be in each other's way."""
 WAITS = 0.02
 """Share of waiting for data below which loader settings are left alone."""
+ABOUT_PINNING = ("pin memory", "pin_memory", "pinned", "cudaHostAlloc", "HostAllocator")
+"""What an error says that is about page-locked memory."""
 HOPELESS = 0.9
 """A prediction this far below the best measured rate is not worth a probe."""
 
@@ -33,14 +37,14 @@ def staged(scene: Scene) -> Plan:
     ceilings = Ceilings(scene)
     yield from ceilings.first_look()
     yield from again_if_cold(scene)
-    if ceilings.start in ceilings.device:
-        yield from ceilings.loader_ladder()
-    yield from ceilings.device_ladder()
-    yield from ceilings.loader_ladder()
+    if ceilings.halves.start in ceilings.halves.device:
+        yield from ceilings.loader.climb()
+    yield from ceilings.device.climb()
+    yield from ceilings.loader.climb()
     yield from verify(scene, ceilings)
     yield from climb(scene, ceilings)
     yield from simplify(scene)
-    yield from ceilings.price_of_the_global_batch()
+    yield from ceilings.device.price_of_the_global_batch()
 
 
 def again_if_cold(scene: Scene) -> Plan:
@@ -58,7 +62,7 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
     verified = 0
     for candidate in ceilings.candidates():
         incumbent = scene.to_beat()
-        if bounds_hold and incumbent and candidate.bound < WORTH * incumbent:
+        if bounds_hold and incumbent and candidate.bound * (1 + SLACK) < WORTH * incumbent:
             scene.leave_out("other pairs of loader and device: their bounds are no higher")
             continue
         if incumbent and candidate.predicted < HOPELESS * incumbent:
@@ -70,14 +74,31 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
             scene.leave_out("some pairs of loader and device: no probes were left for them")
             return
         verified += 1
-        trial = yield Ask(
-            config=candidate.config, stage=Stage.VERIFY, why="together", beat=incumbent
-        )
+        trial = yield from _together(scene, candidate.config, incumbent)
         reached = speed_of(trial)
         if reached is not None and reached.low > candidate.bound * (1 + SLACK):
             bounds_hold = False  # a rate above its own bound: these ceilings bound nothing
         if candidate.workers and _misses(trial, candidate.predicted):
             yield from share_cores(scene, candidate.config)
+
+
+def _together(scene: Scene, config: Config, beat: float | None) -> Generator[Ask, Trial, Trial]:
+    """A pair as it is; where page-locked memory runs out, the same batch without it."""
+    trial = yield Ask(config=config, stage=Stage.VERIFY, why="together", beat=beat)
+    unpinned = scene.space.config({PINNING: False}, config)
+    known = scene.row_of(unpinned) is not None or not scene.space.admits(unpinned)
+    if known or not pinning_failed(trial) or not scene.may_measure(Stage.VERIFY):
+        return trial
+    return (yield Ask(config=unpinned, stage=Stage.VERIFY, why="together, not pinned", beat=beat))
+
+
+def pinning_failed(trial: Trial) -> bool:
+    """Whether it was pinned host memory that there was too little of, not the device's."""
+    if trial.status is not Status.OUT_OF_MEMORY or not trial.config.get(PINNING):
+        return False
+    assert trial.failure is not None
+    text = f"{trial.failure.message}\n{trial.failure.log_tail}"
+    return any(word in text for word in ABOUT_PINNING)
 
 
 def _misses(trial: Trial, predicted: float) -> bool:
@@ -148,9 +169,9 @@ def _loader_neighbours(
     scene: Scene, ceilings: Ceilings, config: Config
 ) -> Iterator[tuple[Config, str]]:
     space, workers = scene.space, whole(config.get(WORKERS))
-    if WORKERS in space.searched() and not ceilings.feeds(workers):
+    if WORKERS in space.searched() and not ceilings.loader.feeds(workers):
         for value in notches(space.values[WORKERS], workers, up_first=True):
-            if ceilings.may_run(whole(value)):
+            if ceilings.loader.may_run(whole(value)):
                 yield ceilings.with_workers(config, whole(value)), f"{value} workers"
     if workers and PREFETCH in space.searched():
         for value in notches(space.values[PREFETCH], config.get(PREFETCH), up_first=True):

@@ -177,6 +177,8 @@ class Machine:
     cpu_limited_by: str
     memory_bytes: int
     shm_bytes: int
+    device_memory_bytes: int = 0
+    """Of the first device; 0 on the CPU, and where it could not be read."""
     device: str = "cpu"
     devices: tuple[str, ...] = ()
     capability: tuple[int, int] = (0, 0)
@@ -226,6 +228,10 @@ class WorkloadFacts:
     default_threads: int
     step_batch: int = 0
     """The user's micro-batch, or the first half of it, and half of that, that makes a step."""
+    varies: bool = False
+    """Whether samples differ in size, so that one batch needs more memory than another."""
+    longest_ratio: float = 1.0
+    """Size of the longest stocked sample over their mean."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Knob or knob=value -> reason."""
     notes: tuple[str, ...] = ()
@@ -263,6 +269,14 @@ class ProbeSpec:
     """CPUs that the probe's processes may keep busy."""
     delivered_batch: int = 32
     """The micro-batch where the loader ignores the knob."""
+    longest: bool = False
+    """Whether one step on the longest stocked samples belongs to the peak of memory."""
+    memory_fraction: float | None = None
+    """Share of the accelerator's memory at which its allocator refuses."""
+    memory_limit_bytes: int | None = None
+    """What the training process may hold, where that is host memory."""
+    host_limit_bytes: int | None = None
+    """What all processes of the probe may hold together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +310,23 @@ class Measurement:
     parity_loss: float | None = None
     finite: bool = True
     memory_bytes: int | None = None
+    """Peak of the training process: on an accelerator reserved and other memory."""
     resident_bytes: int | None = None
     """Parameters, buffers and optimizer state."""
+    allocated_bytes: int | None = None
+    """Peak of the accelerator's allocator, the first steps included; a ring's surplus is off."""
+    reserved_bytes: int | None = None
+    """Peak of what that allocator holds, the same way."""
+    other_bytes: int | None = None
+    """The accelerator's context and libraries."""
+    foreign_bytes: int | None = None
+    """What other processes held of the accelerator."""
+    alloc_retries: int | None = None
+    """How often its allocator emptied its cache and tried again, within the window."""
+    reserved_grew: bool | None = None
+    """Whether reserved memory still grew in the second half of the window."""
+    longest_of: int = 0
+    """Samples whose longest ones one of the first steps was made of; 0 for none."""
     host_memory_bytes: int | None = None
     cpu_s: float | None = None
     """Of the probe's processes in the window."""

@@ -9,6 +9,7 @@ from made_up import CPU, EVERYTHING, FACTS, GIB
 from made_up import space as made_up_space
 
 from autotune import pareto, search
+from autotune.fitting import why_unfit
 from autotune.metrics import SPEED
 from autotune.scene import Scene
 from autotune.space import ACCUMULATION, BATCH, PREFETCH, WORKERS, Goal
@@ -53,6 +54,16 @@ class Law:
     restart_s: float = 0.0
     """What an epoch's border costs with workers that are not kept."""
     hangs_with: Callable[[Config], bool] = lambda config: False
+    memory: Callable[[int], float] = lambda batch: GIB + 1024 * 1024 * batch
+    """Peak bytes of the step by micro-batch."""
+    resident_bytes: int | None = None
+    """What of it is there all the time, if that is told."""
+    physical_bytes: float = math.inf
+    """Memory beyond which a probe fails."""
+    retries_above: float = math.inf
+    """The micro-batch above which the allocator must retry."""
+    collapses_above: float = math.inf
+    """The micro-batch above which memory spills and a sample takes ten times as long."""
 
     def loader(self, config: Config, cpus: int) -> float:
         """Samples/s of the loader alone."""
@@ -68,7 +79,9 @@ class Law:
         speedup = math.prod(
             times for (knob, value), times in self.speedups.items() if config.get(knob) == value
         )
+        spilled = 10 if batch > self.collapses_above else 1
         step_s = (self.launch_s + self.sample_s * batch) * steps / speedup + self.optimizer_s
+        step_s *= spilled
         return batch * steps / step_s
 
     def together(self, config: Config, batch: int, cpus: int) -> float:
@@ -134,7 +147,10 @@ class Job:
         return len(self.asks) + count + kept_back <= self.most
 
     def decided(self):
-        allowed = {t.config: self.space.admits(t.config) for t in self.trials}
+        unfit = {t.config for t in self.trials if why_unfit(t, self.space, self.limits)}
+        allowed = {
+            t.config: self.space.admits(t.config) and t.config not in unfit for t in self.trials
+        }
         return pareto.decide(
             self.trials,
             self.space.baseline,
@@ -169,7 +185,8 @@ class Job:
         batch = self.space.micro_batch(config)
         if ask.source is Source.LOADER and law.hangs_with(config):
             return Failure(status=Status.TIMEOUT, message="no result after 20 s")
-        if ask.sink is Sink.TRAIN and batch > law.fails_above:
+        too_large = batch > law.fails_above or law.memory(batch) > law.physical_bytes
+        if ask.sink is Sink.TRAIN and too_large:
             return Failure(status=Status.OUT_OF_MEMORY, message="device: CUDA out of memory")
         if ask.sink is Sink.DISCARD:
             rate = law.loader(config, cpus)
@@ -203,7 +220,8 @@ class Job:
         loaded = sum(block.consumed for block in blocks)
         loading_s = loaded * self.law.load_s * self.law.computing
         kept = bool(ask.config.get("loader.persistent_workers")) or not workers
-        memory = GIB + 1024 * 1024 * batch
+        memory = int(self.law.memory(batch))
+        on_device = not self.machine.on_cpu and self.law.resident_bytes is not None
         return Measurement(
             blocks=tuple(blocks),
             stopped="narrow",
@@ -213,6 +231,10 @@ class Job:
             restarts_s=() if kept else (self.law.restart_s,),
             epoch_samples=float(self.facts.dataset_len or 0) or None,
             memory_bytes=memory,
+            resident_bytes=self.law.resident_bytes,
+            allocated_bytes=memory if on_device else None,
+            reserved_bytes=memory if on_device else None,
+            alloc_retries=int(batch > self.law.retries_above) if on_device else None,
             workers=workers,
             cpus=self.machine.cpus,
             cpu_s=loading_s if ask.source is Source.LOADER else 0.0,

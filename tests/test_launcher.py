@@ -103,6 +103,20 @@ def kill_zygote(spec, workload, startup_s):
     os.kill(int(template[1]), signal.SIGKILL)
     time.sleep(600)
 
+def grow(spec, workload, startup_s):
+    """By one of three ways, up to 200 MiB, and stay there."""
+    where, size = spec.config.get("where"), 200 * 1024**2
+    write_atomically(Path(spec.folder, "phase"), "window")
+    if where == "child" and os.fork():
+        time.sleep(600)
+    if where == "shm":
+        with Path(f"/dev/shm/torch_{os.getpid()}_1_0").open("wb") as file:
+            for _ in range(200):
+                file.write(b"1" * (size // 200))
+    else:
+        held = bytearray(b"1" * size)
+    time.sleep(600)
+
 def print_in_c(spec, workload, startup_s):
     print("from Python", end="")
     ctypes.CDLL(None).puts(b"from C")
@@ -296,6 +310,34 @@ def test_a_timeout_ends_everything_that_the_probe_started(runner):
     assert len(pids_in(spec)) == 4
     assert not [pid for pid in pids_in(spec) if alive(pid)]
     assert runner.run("report").measurement
+
+
+MIB = 1024**2
+
+
+@pytest.mark.parametrize("where", ["leader", "child", "shm"])
+def test_a_probe_that_passes_its_limit_on_host_memory_is_ended(runner, where):
+    spec = runner.spec("grow", host_limit_bytes=100 * MIB)
+    spec = replace(spec, config=Config({"act": "grow", "where": where}))
+    failure = runner.launcher.run(spec).failure
+    assert failure.status is Status.OUT_OF_MEMORY
+    assert failure.phase == "window"
+    told = re.fullmatch(
+        r"host: reached (0.\d+) GiB of the 0.0977 GiB that --limit allows", failure.message
+    )
+    assert 0.0977 < float(told[1]) < 1
+
+
+def test_what_a_probe_inherited_does_not_count_against_its_limits(runner):
+    assert runner.run("report", host_limit_bytes=100 * MIB).measurement
+
+
+def test_a_limit_on_the_step_leaves_its_workers_alone(runner):
+    in_child = Config({"act": "grow", "where": "child"})
+    spec = runner.spec("grow", memory_limit_bytes=100 * MIB, timeout_s=1.5)
+    assert runner.launcher.run(replace(spec, config=in_child)).failure.status is Status.TIMEOUT
+    failure = runner.run("grow", memory_limit_bytes=100 * MIB).failure
+    assert failure.status is Status.OUT_OF_MEMORY
 
 
 def test_a_result_counts_although_its_process_lingers(runner):

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from autotune import machine as machine_module
-from autotune.machine import cpus_granted, machine_of, memory_granted
+from autotune.machine import cpus_granted, machine_of, memory_free, memory_granted
 
 ALL = 16
 MAXIMUM = psutil.virtual_memory().total
@@ -82,6 +82,37 @@ def test_in_a_container_the_path_is_the_hosts_and_the_limit_is_at_the_root(group
     groups("0::/docker/0123abcd\n", {"cpu.max": "300000 100000\n", "memory.max": "1073741824\n"})
     assert cpus_granted()[0] == 3
     assert memory_granted() == 2**30
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        (
+            V2,
+            {
+                "user/job/memory.max": "4096\n",
+                "user/job/memory.current": "3072\n",
+                "user/job/memory.stat": "anon 2048\ninactive_file 512\nactive_file 512\n",
+            },
+        ),
+        (
+            V1,
+            {
+                "memory/user/job/memory.limit_in_bytes": "4096\n",
+                "memory/user/job/memory.usage_in_bytes": "3072\n",
+                "memory/user/job/memory.stat": "cache 1024\ntotal_inactive_file 512\n",
+            },
+        ),
+    ],
+)
+def test_what_is_free_is_what_the_group_leaves_and_could_reclaim(groups, membership, files):
+    groups(membership, files)
+    assert memory_free() == 4096 - 3072 + 512
+
+
+def test_without_a_limit_the_machines_memory_is_free(groups):
+    groups(V2, {"user/job/memory.max": "max\n", "user/job/memory.current": "3072\n"})
+    assert 0 < memory_free() <= MAXIMUM
 
 
 def test_without_control_groups_the_machine_is_what_there_is(groups):

@@ -1204,3 +1204,65 @@ def test_a_name_that_a_library_has_taken_is_no_hindrance(tmp_path):
     path.write_text(JOB)
     importlib.import_module("json")
     assert load(ModelRef(path=str(path))).holder.build_model
+
+
+# --- memory: its parts, its walls, and the longest samples ------------------------------------
+
+
+def test_one_huge_allocation_fails_as_an_error_that_names_the_host(bench):
+    """Faster than anybody could look; spawned, as the limit stays with its process."""
+    job = bench(
+        """
+        def compute_loss(model, batch):
+            x, y = batch
+            torch.ones(len(x), 1024, 1024, 1024)
+            return nn.functional.cross_entropy(model(x), y)
+        """
+    )
+    failure = job.run({}, spawned=True, host_limit_bytes=256 * 1024**2)
+    assert isinstance(failure, Failure)
+    assert failure.status is Status.OUT_OF_MEMORY
+    assert failure.message.startswith("host: ")
+    assert "can't allocate memory" in failure.message
+
+
+def test_within_its_walls_a_probe_runs(bench):
+    measured = bench("").run({}, spawned=True, host_limit_bytes=2 * 1024**3)
+    assert isinstance(measured, Measurement)
+
+
+RAGGED = """
+def build_dataset():
+    return [torch.randn(4000 if index == 77 else 10 + index % 7) for index in range(96)]
+
+def collate(samples):
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+def build_model():
+    return nn.Linear(1, 2048)
+
+def compute_loss(model, batch):
+    return model(batch[:, :, None]).square().mean()
+"""
+
+
+def test_samples_that_vary_are_told(bench):
+    facts = bench(RAGGED).inspect()
+    assert facts.varies
+    assert facts.longest_ratio > 10
+    plain = bench("").inspect()
+    assert not plain.varies
+    assert plain.longest_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_memory_covers_a_step_on_the_longest_samples(bench):
+    job = bench(RAGGED)
+    job.inspect()
+    short = {"source": Source.CACHED, "min_blocks": 2, "max_window_s": 0.05}
+    typical = job.measure({"train.batch_size": 4}, **short)
+    longest = job.measure({"train.batch_size": 4}, longest=True, **short)
+    assert (typical.longest_of, longest.longest_of) == (0, 96)
+    batch_bytes = 4 * 4000 * 2048 * 4
+    assert longest.memory_bytes > typical.memory_bytes + batch_bytes
+    # What every config is compared by is taken before.
+    assert longest.parity_loss == typical.parity_loss

@@ -1,14 +1,18 @@
 """The searchers against made-up jobs whose best config is known by construction."""
 
+from dataclasses import replace
+
 import pytest
-from made_up import CPU, EVERYTHING, FACTS, HOPPER, asking
+from made_up import CPU, EVERYTHING, FACTS, GIB, HOPPER, asking, trial
 from oracle import CLOSING, KEPT_BACK, Job, Law, fits_into
 
+from autotune import guard
+from autotune.fitting import why_unfit
 from autotune.metrics import read_limit
 from autotune.scene import MOST_END_TO_END
 from autotune.search import SAMPLERS, path_configs
-from autotune.space import ACCUMULATION, BATCH, WORKERS, Goal
-from autotune.types import Source, Stage, Status
+from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS, Goal
+from autotune.types import Failure, Source, Stage, Status
 
 YOURS = {WORKERS: 0, BATCH: 32}
 
@@ -176,6 +180,139 @@ def test_what_is_left_out_is_told():
     assert any("loader settings can gain at most" in t for t in fast_loader.scene.not_explored)
     short = job(LAWS["a loader that waits"], most=14).run()
     assert short.scene.not_explored
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+MIB = 1024**2
+GROWS = Law(
+    load_s=1e-7,
+    launch_s=5e-3,
+    sample_s=1e-6,
+    # the optimizer's step holds most, until activations do
+    memory=lambda batch: max(3 * GIB, 1.5 * GIB + 10 * MIB * batch),
+    resident_bytes=int(1.5 * GIB),
+)
+SMALL_GPU = replace(HOPPER, device_memory_bytes=16 * GIB)
+
+
+def growing(**changes):
+    return replace(GROWS, **changes)
+
+
+def device_sizes(known):
+    """The micro-batches that device probes tried, in order."""
+    return [a.config[BATCH] for a in known.asked(Stage.DEVICE)]
+
+
+def test_the_ladder_climbs_to_the_limit_and_never_past_it():
+    law = growing(physical_bytes=0.92 * 16 * GIB)
+    known = job(law, machine=SMALL_GPU).run()
+    largest = (0.92 * 16 * GIB - 1.5 * GIB) / (10 * MIB)
+    assert not [t for t in known.trials if t.failure]
+    assert 0.9 * largest < known.answer.config[BATCH] <= largest
+    assert len(device_sizes(known)) < 16
+
+
+def test_a_size_that_cannot_fit_is_left_out_and_told():
+    known = job(GROWS, machine=SMALL_GPU).run()
+    assert max(device_sizes(known)) * 10 * MIB + 1.5 * GIB <= 0.92 * 16 * GIB
+    told = [text for text in known.scene.not_explored if text.startswith("micro-batch")]
+    assert len(told) == 1
+    assert told[0].startswith("micro-batch 2048 and more: needs at least")
+    assert told[0].endswith("of 14.7 GiB")
+
+
+@pytest.mark.parametrize("name", ["memory_gb<=8", "host_memory_gb<=8"])
+def test_the_users_limit_is_climbed_to_on_the_cpu(name):
+    limit = read_limit(name)
+    known = job(GROWS, limits=(limit,))
+    window = known.window
+    known.window = lambda *args: replace(
+        window(*args), host_memory_bytes=window(*args).memory_bytes
+    )
+    known.run()
+    largest = (8 * GIB - 1.5 * GIB) / (10 * MIB)
+    above = [size for size in device_sizes(known) if size > largest]
+    assert len(above) <= 1  # one that may fit is tried, where failing does no harm
+    assert 0.85 * largest < known.answer.config[BATCH] <= largest
+
+
+def test_a_held_global_batch_is_tried_where_it_may_fit():
+    law = growing(physical_bytes=0.92 * 16 * GIB)
+    known = job(law, machine=SMALL_GPU, goal=Goal(size=4096)).run()
+    assert set(device_sizes(known)) <= {2**n for n in range(13)}
+    assert known.answer.config[BATCH] == 1024
+
+
+def test_memory_that_bends_costs_one_failure_at_most():
+    law = growing(
+        memory=lambda batch: 1.5 * GIB + 4 * MIB * batch + 20_000 * batch**2,
+        physical_bytes=0.92 * 16 * GIB,
+    )
+    known = job(law, machine=SMALL_GPU).run()
+    failed = [t for t in known.trials if t.status is Status.OUT_OF_MEMORY]
+    assert len(failed) <= 2
+    assert law.memory(known.answer.config[BATCH]) > 0.8 * 0.92 * 16 * GIB
+
+
+def test_retries_of_the_allocator_are_no_fit():
+    known = job(growing(retries_above=256), machine=SMALL_GPU).run()
+    assert known.answer.config[BATCH] <= 256
+    assert not [t for t in known.trials if t.stage is Stage.FINAL and t.config[BATCH] > 256]
+
+
+def test_a_suspected_spill_is_told_and_no_candidate():
+    known = job(growing(memory=lambda _: GIB, collapses_above=100)).run()
+    told = [text for text in known.scene.not_explored if "suspected spill" in text]
+    assert told
+    assert known.answer.config[BATCH] <= 100
+    assert not [a for a in known.end_to_end() if a.config[BATCH] > 100]
+
+
+def test_memory_that_still_grows_keeps_a_margin():
+    known = job(GROWS, machine=SMALL_GPU)
+    near = trial(
+        known.space.config({BATCH: 1300}), memory_bytes=int(14.5 * GIB), resident_bytes=GIB
+    )
+    grew = replace(near, measurement=replace(near.measurement, reserved_grew=True))
+    assert why_unfit(near, known.space, ()) == ""
+    assert why_unfit(grew, known.space, ()) == "holds 14.5 of 13.2 GiB"
+
+
+@pytest.mark.parametrize("told", ["Caught AcceleratorError in pin memory thread", ""])
+def test_pinning_that_fails_is_tried_off_before_anything_else(told):
+    """Case 13: page-locked memory is short while the device's own is free."""
+    law = growing(memory=lambda _: GIB, load_s=1e-4)
+    known = job(law, machine=HOPPER, current={**YOURS, PINNING: True})
+    outcome = known.outcome
+
+    def without_pinned_memory(ask):
+        if ask.source is Source.LOADER and ask.config.get(PINNING):
+            message = "device: AcceleratorError: CUDA error: out of memory"
+            return Failure(status=Status.OUT_OF_MEMORY, message=message, log_tail=told)
+        return outcome(ask)
+
+    known.outcome = without_pinned_memory
+    known.run()
+    verified = [a.config for a in known.asked(Stage.VERIFY)]
+    if told:
+        assert verified[1] == verified[0].but({PINNING: False})
+        assert known.answer.config[PINNING] is False
+    else:
+        assert all(config[PINNING] for config in verified)
+
+
+def test_where_lengths_vary_a_margin_is_kept():
+    facts = replace(FACTS, varies=True)
+    known = job(GROWS, machine=SMALL_GPU, facts=facts).run()
+    assert GROWS.memory(known.answer.config[BATCH]) <= guard.LONGER_TO_COME * 0.92 * 16 * GIB
+    assert known.answer.config[BATCH] > 1000
+
+
+def test_without_a_limit_on_the_cpu_memory_does_not_matter():
+    free, bound = job(growing(resident_bytes=None)).run(), job(GROWS).run()
+    assert [a.config for a in free.asks] == [a.config for a in bound.asks]
 
 
 # --- every searcher -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,12 @@ from typing import Any
 import psutil
 
 PROC = Path("/proc/self")
+WALL_SLACK = 512 * 1024**2
+"""What a process may map beyond its limit, as not all of it is ever touched,"""
+STACK = 16 * 1024**2
+"""and for each CPU, as there may be threads."""
+WALL_SHARE = 0.25
+"""And this share of the limit: the launcher watches what is really held."""
 
 
 def resident_bytes() -> int | None:
@@ -34,6 +41,31 @@ def peak_bytes() -> int | None:
     """The highest resident memory since `reset_peak`, without the pages of files."""
     peak, files = _status_bytes("VmHWM:"), _status_bytes("RssFile:")
     return None if peak is None else peak - (files or 0)
+
+
+def wall_in(process_limit: int | None, host_limit: int | None, inherited: int) -> None:
+    """Let fail, as an error, what would grow past a limit faster than anybody could look.
+
+    RLIMIT_DATA counts private memory that can be written to. Not RLIMIT_AS: shared libraries and
+    files count there, too, and no accelerator starts under it.
+
+    Args:
+        process_limit: Bytes that this process may hold beyond what it inherited.
+        host_limit: Bytes that all processes of the probe may hold.
+        inherited: What it held before model and dataset were built.
+    """
+    limits = [limit for limit in (process_limit, host_limit) if limit is not None]
+    mapped, held = _status_bytes("VmData:"), resident_bytes()
+    if not limits or mapped is None or held is None:
+        return
+    limit = min(limits)
+    room = max(0, limit - max(0, held - inherited))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    slack = WALL_SLACK + STACK * (os.cpu_count() or 1) + int(WALL_SHARE * limit)
+    wall = mapped + room + slack
+    if hard != resource.RLIM_INFINITY:
+        wall = min(wall, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wall, hard))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

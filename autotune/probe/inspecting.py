@@ -7,9 +7,11 @@ import itertools
 import os
 import pickle
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ STOCK_FILE = "samples.pkl"
 PROBED_SAMPLES = 4
 WORKERS_ONLY = ("prefetch_factor", "persistent_workers")
 SPLIT_TOLERANCE = 1e-4
+UNEQUAL = 1.05
+"""Samples whose sizes differ more than this vary in length,"""
+LABEL_BYTES = 32
+"""unless it is by as little as a label may take."""
 
 
 def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
@@ -48,7 +54,7 @@ def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
     # and workers forked after that would share them.
     setup = _that_forms(workload, setup)
     delivered, batch_bytes = _first_batch(workload, setup, spec, refused)
-    samples, sample_s = _stock(workload, setup, spec)
+    samples, sample_s, lengths = _stock(workload, setup, spec)
     train = Train(workload, setup, device)
     setup = _one_step(workload, setup, samples, train)
     exact = _splits_exactly(workload, setup, samples, train)
@@ -70,6 +76,8 @@ def inspect(workload: Workload, setup: Setup, spec: ProbeSpec) -> WorkloadFacts:
         exact_split=exact,
         default_threads=torch.get_num_threads(),
         step_batch=setup.batch_size,
+        varies=_vary(lengths),
+        longest_ratio=max(lengths) / fmean(lengths) if lengths else 1.0,
         not_applicable=refused,
         notes=tuple(notes),
     )
@@ -163,8 +171,11 @@ def _values(samples: Any) -> Any:
     return mapped(samples, lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any], float]:
-    """Store the dataset's first samples, in order, for parity and for the cached source."""
+def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any], float, list[int]]:
+    """Store the dataset's first samples, in order, for parity and for the cached source.
+
+    Returns the samples, seconds for each, and the bytes of each one.
+    """
     wanted = max(3 * spec.global_batch, STOCK_LEAST)
     samples: list[Any] = []
     pickled: list[bytes] = []
@@ -173,7 +184,7 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
         try:
             pickled.append(pickle.dumps(mapped(sample, _without_the_rest)))
         except Exception:  # noqa: BLE001 - whatever the user's class raises: no stock then
-            return [], 0.0
+            return [], 0.0, []
         samples.append(sample)
         size += len(pickled[-1])
         spent = time.perf_counter() - started
@@ -185,7 +196,13 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
     with part.open("wb") as file:
         pickle.dump(pickled, file)
     os.replace(part, Path(spec.folder, STOCK_FILE))
-    return samples, spent / max(len(samples), 1)
+    return samples, spent / max(len(samples), 1), [len(sample) for sample in pickled]
+
+
+def _vary(lengths: list[int]) -> bool:
+    """Whether samples differ by more than what a label or a path may make of them."""
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    return longest > UNEQUAL * shortest and longest - shortest > LABEL_BYTES
 
 
 def _without_the_rest(leaf: Any) -> Any:
@@ -239,6 +256,9 @@ def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train
         try:
             _step_on_stock(workload, smaller, samples, train)
         except Exception as error:  # noqa: BLE001 - out of memory is only the likeliest
+            # What its frames hold would be missing for the smaller one.
+            traceback.clear_frames(error.__traceback__)
+            train.optimizer.zero_grad()
             first_error = first_error or error
         else:
             return smaller

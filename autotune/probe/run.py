@@ -18,12 +18,14 @@ from autotune.probe.clocks import clock_for, counters_for
 from autotune.probe.failures import failure_of
 from autotune.probe.inspecting import as_plain, inspect
 from autotune.probe.loop import Loop, Window
+from autotune.probe.memory import DeviceMemory
 from autotune.probe.setup import Setup, apply_to_process, setup_of
 from autotune.probe.sinks import Discard, Train
 from autotune.probe.sources import (
     SOURCES,
     CachedSource,
     LoaderSource,
+    longest_first,
     read_stock,
     stock_batch,
 )
@@ -68,7 +70,11 @@ class Probe:
         self.spec = spec
         self.device = torch.device(spec.device)
         self.phase = "start"
+        self.memory = DeviceMemory(torch.device("cpu"), None)
         self._inherited = workload
+        self._longest_peak = 0
+        """Of the step on the longest samples, where training runs on the CPU."""
+        self._longest_of = 0
 
     def run(self) -> Measurement | Failure:
         """Build, prime, measure."""
@@ -76,12 +82,15 @@ class Probe:
         setup = setup_of(spec.config, spec.delivered_batch)
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device.index or 0)
+        self.memory = DeviceMemory(self.device, spec.memory_fraction)
         self._enter("build")
         workload = self._inherited or load(spec.model)
         build_s = workload.complete(spec.seed, self.device)
         if spec.default_threads is not None:
             torch.set_num_threads(spec.default_threads)
         apply_to_process(setup)
+        if self.device.type == "cpu":
+            host.wall_in(spec.memory_limit_bytes, spec.host_limit_bytes, workload.rss_bytes)
         seed_everything(spec.seed)
         if spec.stage is Stage.INSPECT:
             return self._inspected(workload, setup, build_s)
@@ -97,6 +106,7 @@ class Probe:
             startup_s=time.monotonic() - self.spec.requested_s - build_s,
             facts=as_plain(facts),
             threads=torch.get_num_threads(),
+            **self.memory.facts(0),
         )
 
     def _measured(self, workload: Workload, setup: Setup, build_s: float) -> Measurement | Failure:
@@ -105,15 +115,19 @@ class Probe:
         sink = Train(workload, setup, self.device) if spec.sink is Sink.TRAIN else Discard()
         self._enter("loader")
         source = SOURCES[spec.source](workload, setup, spec)
+        self.memory.allow(_surplus(source))
         start_s = source.start()
         startup_s = time.monotonic() - spec.requested_s - build_s
         first_step_s, parity = None, None
         if isinstance(sink, Train):
             first_step_s, parity = self._first_steps(workload, setup, sink)
+            self._step_on_longest(workload, setup, sink)
+            sink.on_step = self.memory.step_done
         self._enter("warm-up")
         loop = Loop(source, sink, clock_for(self.device), spec, counters_for(self.device))
         loop.warm_up()
         self._enter("window")
+        self.memory.begin_window()
         host.reset_peak()
         used = host.usage()
         skipped = sink.optimizer_steps
@@ -140,7 +154,7 @@ class Probe:
             start_ns=window.start_ns,
             end_ns=window.end_ns,
         )
-        measured = self._with_host_facts(measured, used, shm)
+        measured = self._with_host_facts(measured, used, shm, source)
         return _judged(self._with_memory(measured, workload, source, sink), sink)
 
     def _first_steps(
@@ -180,12 +194,39 @@ class Probe:
         float(loss)
         return time.perf_counter() - started
 
-    def _with_host_facts(self, measured: Measurement, used: host.Usage, shm: int) -> Measurement:
+    def _step_on_longest(self, workload: Workload, setup: Setup, sink: Train) -> None:
+        """One whole step on the longest samples known: typical ones need less memory."""
+        samples = longest_first(self.spec) if self.spec.longest else []
+        if not samples:
+            return
+        self._enter("longest samples")
+        plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
+        loader = workload.loader(plain, torch.Generator().manual_seed(self.spec.seed))
+
+        def draw() -> object:
+            _, batch = stock_batch(workload, loader, samples, 0, setup.batch_size)
+            return moved(batch, self.device, non_blocking=False)
+
+        host.reset_peak()
+        sink.step(draw)
+        self._longest_peak = host.peak_bytes() or 0
+        self._longest_of = len(samples)
+
+    def _with_host_facts(
+        self,
+        measured: Measurement,
+        used: host.Usage,
+        shm: int,
+        source: LoaderSource | CachedSource,
+    ) -> Measurement:
         facts = host.spent(used, host.usage())
         pss = host.proportional_bytes()
         in_flight = max(0, host.shm_used_bytes() - shm)
+        surplus = _surplus(source) if self.device.type == "cpu" else 0
         return replace(
-            measured, **facts, host_memory_bytes=None if pss is None else pss + in_flight
+            measured,
+            **facts,
+            host_memory_bytes=None if pss is None else max(0, pss + in_flight - surplus),
         )
 
     def _with_memory(
@@ -196,14 +237,16 @@ class Probe:
         sink: Train | Discard,
     ) -> Measurement:
         resident = sink.resident_bytes if isinstance(sink, Train) else None
-        if self.device.type == "cpu":
-            peak = host.peak_bytes()
-            used = None if peak is None else max(0, peak - workload.rss_bytes)
-        else:
-            used = int(torch.accelerator.max_memory_reserved(self.device))
-        if used is not None and isinstance(source, CachedSource):
-            used = max(0, used - source.extra_bytes)
-        return replace(measured, memory_bytes=used, resident_bytes=resident)
+        measured = replace(measured, resident_bytes=resident, longest_of=self._longest_of)
+        surplus = _surplus(source)
+        if self.device.type != "cpu":
+            return replace(measured, **self.memory.facts(surplus))
+        peak = host.peak_bytes()
+        if peak is None:
+            return measured
+        used = max(0, peak - workload.rss_bytes - surplus)
+        longest = self._longest_peak - workload.rss_bytes - surplus
+        return replace(measured, memory_bytes=max(used, longest))
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -217,6 +260,11 @@ def _notes(window: Window) -> tuple[str, ...]:
         return ()
     word = "slower" if change < 0 else "faster"
     return (f"its window's second half ran {100 * abs(change):.0f} % {word} than the first",)
+
+
+def _surplus(source: LoaderSource | CachedSource) -> int:
+    """Bytes that no real run would hold."""
+    return source.extra_bytes if isinstance(source, CachedSource) else 0
 
 
 def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failure:

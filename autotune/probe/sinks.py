@@ -53,6 +53,8 @@ class Train:
         self.optimizer = workload.optimizer(self.model)
         self._precision = PRECISIONS[setup.precision]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.scaled)
+        self.on_step: Callable[[], None] = lambda: None
+        """Called after each step."""
         self._steps = 0
         self.optimizer.register_step_post_hook(self._count)
 
@@ -73,6 +75,7 @@ class Train:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
+        self.on_step()
         assert total is not None
         return total if self.accumulation == 1 else total / self.accumulation
 

@@ -14,12 +14,15 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune.probe.batches import leading, mapped, moved, size_bytes, tensors_of
+from autotune.probe.memory import total_bytes
 from autotune.probe.setup import Setup
 from autotune.probe.workload import Workload
 from autotune.types import ProbeSpec
 
 MOST_WORKERS = 1024
 RING = 8
+RING_SHARE = 0.02
+"""Share of the step's memory that the ring may hold beside the batch in use."""
 
 
 class NoBatchesError(Exception):
@@ -196,6 +199,15 @@ def read_stock(spec: ProbeSpec) -> list[Any]:
         return [pickle.loads(sample) for sample in pickle.load(file)]
 
 
+def longest_first(spec: ProbeSpec) -> list[Any]:
+    """The same samples, those first that take most bytes."""
+    if spec.stock is None:
+        return []
+    with Path(spec.stock).open("rb") as file:
+        pickled: list[bytes] = pickle.load(file)
+    return [pickle.loads(sample) for sample in sorted(pickled, key=len, reverse=True)]
+
+
 def stock_batch(
     workload: Workload, loader: DataLoader[Any], samples: list[Any], first: int, size: int
 ) -> tuple[int, Any]:
@@ -220,11 +232,28 @@ def ring_of(
         batches = [(workload.count(batch) or leading(batch), batch) for batch in drawn]
     else:
         size = setup.batch_size
-        count = max(1, min(RING, len(samples) // size))
-        batches = [
-            stock_batch(workload, loader, samples, turn * size, size) for turn in range(count)
+        batches = [stock_batch(workload, loader, samples, 0, size)]
+        most = _most_in_ring(_room(spec, device), size_bytes(batches[0][1]))
+        count = min(most, len(samples) // size)
+        batches += [
+            stock_batch(workload, loader, samples, turn * size, size) for turn in range(1, count)
         ]
     return [(count, moved(batch, device, non_blocking=False)) for count, batch in batches]
+
+
+def _room(spec: ProbeSpec, device: torch.device) -> int | None:
+    """Bytes that the ring shares with the step, where they are bounded."""
+    if device.type != "cpu":
+        return total_bytes(device)
+    limits = (spec.memory_limit_bytes, spec.host_limit_bytes)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _most_in_ring(room: int | None, batch_bytes: int) -> int:
+    """Batches of a ring that does not make a size fail which fits by itself."""
+    if room is None or not batch_bytes:
+        return RING
+    return min(RING, 1 + int(RING_SHARE * room / batch_bytes))
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:

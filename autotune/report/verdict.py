@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import exporters, pareto, search
+from autotune import exporters, guard, pareto, search
 from autotune.diagnosis import diagnose
 from autotune.metrics import METRICS
 from autotune.report import words
@@ -25,6 +25,7 @@ def verdict(state: RunState) -> str:
         list(_bottleneck(state)),
         list(_path(state)),
         list(_before_and_after(state)),
+        list(_memory(state)),
         list(_problem(state)),
         list(_failures(state)),
         list(_not_explored(state)),
@@ -179,6 +180,23 @@ _COMPARED = (
     ("host memory", "host_memory_gb", "GiB"),
     ("energy", "joules_per_sample", "J a sample"),
 )
+
+
+def _memory(state: RunState) -> Iterator[str]:
+    """What the figures of memory stand for, where one batch needs more than another."""
+    answer, known = state.answer, state.space
+    assert answer is not None
+    assert known is not None
+    if not known.facts.varies:
+        return
+    point = _speed(state, answer.config)
+    measured = [t.measurement for t in point.trials if t.measurement] if point else []
+    seen = max((measurement.longest_of for measurement in measured), default=0)
+    told = f"the longest of {seen} samples seen" if seen else "typical samples only"
+    text = f"Samples vary in length: memory was measured on {told}"
+    if (share := guard.margin(known.facts)) < 1:
+        text += f"; {100 * (1 - share):.0f} % of each limit on memory stays free for longer ones"
+    yield from _wrapped(f"{text}.")
 
 
 def _problem(state: RunState) -> Iterator[str]:
