@@ -38,6 +38,8 @@ SPILLED = 0.5
 """A larger batch that makes less than this share of a smaller one's rate, the memory being full."""
 COLLAPSED = 0.25
 """The same whatever the memory in use."""
+UNSURE_BYTES = 16 * 1024**2
+"""What two readings of one process's peak differ by, all else being equal."""
 MOST_IN_FLIGHT = 0.5
 """Share of free memory that the batches made ahead by all workers may fill (METHODS, b)."""
 
@@ -63,11 +65,18 @@ class Point:
     """Memory of ours that no allocator counts: context and libraries."""
     accumulates: bool = False
     """Whether gradients of an earlier micro-batch are there, too."""
+    unsure_bytes: float = 0.0
+    """How far the reading may be off: no process's pages are counted as exactly as a device's."""
 
     @property
     def base_bytes(self) -> float:
         """What surely does not grow with the batch."""
         return min(self.resident_bytes, self.allocated_bytes)
+
+    @property
+    def least_bytes(self) -> float:
+        """The peak, if the reading is as much too high as it may be."""
+        return self.allocated_bytes - self.unsure_bytes
 
     @property
     def fragmented(self) -> float:
@@ -119,10 +128,10 @@ class Guard:
         if not below:
             return 0.0
         lines = [
-            high.allocated_bytes + (batch - high.batch) * max(0.0, _slope(low, high))
+            high.least_bytes + (batch - high.batch) * _least_slope(low, high)
             for low, high in pairwise(below)
         ]
-        return max(lines, default=below[-1].allocated_bytes) + below[-1].other_bytes
+        return max(lines, default=below[-1].least_bytes) + below[-1].other_bytes
 
     def judge(self, batch: int, *, accumulates: bool = False) -> Judgement:
         """Whether a size must fit, cannot fit, or may be tried where failing does no harm."""
@@ -155,6 +164,11 @@ def _slope(low: Point, high: Point) -> float:
     return (high.allocated_bytes - low.allocated_bytes) / (high.batch - low.batch)
 
 
+def _least_slope(low: Point, high: Point) -> float:
+    grew = high.least_bytes - (low.allocated_bytes + low.unsure_bytes)
+    return max(0.0, grew / (high.batch - low.batch))
+
+
 # --- from what a probe measured -------------------------------------------------------------------
 
 
@@ -162,10 +176,9 @@ def step_point(measured: Measurement, batch: int, accumulation: int) -> Point | 
     """The memory of the training process: the device's, or the CPU process's own."""
     if measured.memory_bytes is None or measured.resident_bytes is None:
         return None
-    peak = measured.memory_bytes
-    reserved = None
+    peak, reserved, unsure = measured.memory_bytes, None, UNSURE_BYTES
     if measured.allocated_bytes is not None:
-        peak, reserved = measured.allocated_bytes, measured.reserved_bytes
+        peak, reserved, unsure = measured.allocated_bytes, measured.reserved_bytes, 0
     return Point(
         batch=batch,
         allocated_bytes=peak,
@@ -173,6 +186,7 @@ def step_point(measured: Measurement, batch: int, accumulation: int) -> Point | 
         resident_bytes=measured.resident_bytes,
         other_bytes=measured.other_bytes or 0,
         accumulates=accumulation > 1,
+        unsure_bytes=unsure,
     )
 
 
@@ -188,6 +202,7 @@ def host_point(measured: Measurement, batch: int, accumulation: int) -> Point | 
         allocated_bytes=max(measured.host_memory_bytes, measured.memory_bytes or 0),
         resident_bytes=measured.resident_bytes,
         accumulates=accumulation > 1,
+        unsure_bytes=UNSURE_BYTES,
     )
 
 

@@ -99,6 +99,22 @@ def test_the_lower_bound_never_exceeds_the_truth(base, parts, batches):
         assert known.least_bytes(batch) <= (law.peak(batch) + 10.0) * (1 + 1e-9)
 
 
+@given(
+    resident,
+    pieces,
+    st.lists(st.tuples(st.integers(1, 500), st.floats(-5.0, 5.0)), min_size=2, max_size=5),
+)
+def test_readings_that_are_off_refuse_nothing_that_fits(base, parts, readings):
+    law = Convex(base, parts)
+    points = [
+        replace(point, allocated_bytes=max(point.allocated_bytes + off, 0.0), unsure_bytes=5.0)
+        for point, off in ((law.point(batch), off) for batch, off in readings)
+    ]
+    known = Guard.of(1.0, points)
+    for batch in range(1, 2000, 37):
+        assert known.least_bytes(batch) <= law.peak(batch) * (1 + 1e-9)
+
+
 @given(resident, pieces, st.lists(st.integers(1, 500), min_size=2, max_size=4, unique=True), room)
 def test_what_is_refused_would_not_fit_and_what_is_safe_does(base, parts, batches, times):
     law = Convex(base, parts)
