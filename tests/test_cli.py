@@ -439,7 +439,7 @@ def test_python_tunes_as_the_command_line_does(job, tmp_path, capfd):
     tuned = autotune.tune(
         job,
         "loader.num_workers=0",
-        budget="8s",
+        budget="30s",
         max_probes=1,
         output=tmp_path / "out",
         global_batch=32,

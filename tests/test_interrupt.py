@@ -185,7 +185,7 @@ def test_a_run_that_was_killed_at_once_can_go_on(cli, tmp_path):
     """Before the first row there is nothing to keep; that is no reason to refuse."""
     write(tmp_path / "job.py", MODEL)
     run = tmp_path / "run"
-    process = start(cli, "--max-probes", "1", budget="10s")
+    process = start(cli, "--max-probes", "1", budget="30s")
     assert wait_for(lambda: is_written(run / "run.json"))
     kill(process)
     ran = cli("--resume", "run")
