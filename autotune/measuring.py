@@ -11,6 +11,7 @@ from autotune.budget import Budget
 from autotune.knobs import environment_of
 from autotune.launcher import Launcher
 from autotune.metrics import rate
+from autotune.runfolder import probe_folder
 from autotune.scene import Ask
 from autotune.state import RunState
 from autotune.stop import Stop
@@ -61,7 +62,7 @@ class Prober:
         return self._folder(trial.number, trial.config) / STOCK_FILE
 
     def _folder(self, number: int, config: Config) -> Path:
-        return self.state.folder / "probes" / f"{number:04d}-{config.key}"
+        return self.state.folder / probe_folder(number, config)
 
     def _spec(self, ask: Ask, folder: Path) -> ProbeSpec:
         unit = self.budget.unit_s

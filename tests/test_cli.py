@@ -542,7 +542,7 @@ LAYERS_DOWN = (
     {"measuring"},
     {"report.progress", "report.verdict"},
     {"report.words", "state", "search"},
-    {"staged", "ceilings", "scene", "store", "runfolder", "budget"},
+    {"staged", "ceilings", "scene", "store", "runfolder", "budget", "causes", "evidence"},
     {"options", "diagnosis", "pareto", "exporters", "space", "request"},
     {"launcher", "home", "forkserver"},
     {"knobs", "metrics", "steady", "machine", "source", "channel", "stop"},

@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -181,11 +182,19 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
         if size > STOCK_BYTES or spent > (STOCK_S if needed else STOCK_MORE_S):
             break
     spent = time.perf_counter() - started
-    part = Path(spec.folder, f"{STOCK_FILE}.part")
-    with part.open("wb") as file:
-        pickle.dump(pickled, file)
-    os.replace(part, Path(spec.folder, STOCK_FILE))
+    _store(pickled, Path(spec.folder, STOCK_FILE))
     return samples, spent / max(len(samples), 1)
+
+
+def _store(pickled: list[bytes], path: Path) -> None:
+    """Write the stock; where the disk has no room for it, probes draw from the loader instead."""
+    part = path.with_suffix(".part")
+    try:
+        with part.open("wb") as file:
+            pickle.dump(pickled, file)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
 
 
 def _without_the_rest(leaf: Any) -> Any:
@@ -239,10 +248,15 @@ def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train
         try:
             _step_on_stock(workload, smaller, samples, train)
         except Exception as error:  # noqa: BLE001 - out of memory is only the likeliest
+            # Its frames hold every tensor of the step, for which the next try needs the memory.
+            traceback.clear_frames(error.__traceback__)
+            train.optimizer.zero_grad()
             first_error = first_error or error
         else:
             return smaller
     assert first_error is not None
+    if setup.batch_size > 1:
+        first_error.add_note("down to micro-batch 1, too")
     raise first_error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -46,11 +47,15 @@ PARITY_STEPS = 3
 def run_probe(spec_path: Path, workload: Workload | None) -> None:
     """Measure what the spec asks for and leave the result beside it."""
     probe = Probe(decode(ProbeSpec, spec_path.read_text(encoding="utf-8")), workload)
+    spare = os.open(os.devnull, os.O_RDONLY)  # what opens too many files must still be told
     try:
         outcome: Measurement | Failure = probe.run()
     except BaseException as error:  # noqa: BLE001 - SystemExit in user code is a row, too
+        os.close(spare)
         traceback.print_exc()
         outcome = failure_of(error, probe.phase, probe.spec.model)
+    else:
+        os.close(spare)
     kind = "failure" if isinstance(outcome, Failure) else "measurement"
     text = json.dumps({"schema": SCHEMA, kind: asdict(outcome)}, default=str)
     write_atomically(spec_path.with_name("result.json"), text)
@@ -134,6 +139,7 @@ class Probe:
             cpus=spec.cpus,
             start_ns=window.start_ns,
             end_ns=window.end_ns,
+            notes=_notes(source),
         )
         measured = self._with_host_facts(measured, workload, cpu, shm)
         return _judged(self._with_memory(measured, workload, source, sink), sink)
@@ -227,6 +233,13 @@ def _judged(measured: Measurement, sink: Train | Discard) -> Measurement | Failu
     if not measured.finite:
         return Failure(status=Status.INVALID, message="non-finite loss", phase="window")
     return replace(measured, skipped_steps=max(0, measured.steps - measured.optimizer_steps))
+
+
+def _notes(source: LoaderSource | CachedSource) -> tuple[str, ...]:
+    """What shows of the loader, and does not make the number wrong."""
+    if not source.idle_workers:
+        return ()
+    return (f"{source.idle_workers} of {source.workers} workers delivered nothing",)
 
 
 def _restarts(source: LoaderSource | CachedSource, start_s: float) -> tuple[float, ...]:
