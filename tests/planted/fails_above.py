@@ -39,3 +39,7 @@ class OutOfMemory:
 class StartsAbove(OutOfMemory):
     CURRENT = {"loader.num_workers": 0, "train.batch_size": 256}
     error = ValueError("this model takes at most 48 samples")
+
+
+class Suspicious(OutOfMemory):
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
