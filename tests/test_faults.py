@@ -230,7 +230,7 @@ def test_evidence_is_told_alike_everywhere(tmp_path):
         space=str(tmp_path / "space.yaml"),
         global_batch="free",
         output=str(tmp_path / "run"),
-        max_probes=10,
+        max_probes=8,
     )
     assert dict(run._answer.config)["train.batch_size"] <= 48
     failed = run.trials[run.trials.status.isin(FAILED)]
