@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from autotune import pareto, scene, search, space, store
+from autotune import causes, pareto, scene, search, space, store
 from autotune.budget import Budget, probed
-from autotune.errors import NothingRanError
+from autotune.errors import DiskFullError, NothingRanError
+from autotune.evidence import judged
 from autotune.fitting import why_unfit
 from autotune.launcher import OOM_KILLED, Launcher
 from autotune.machine import machine_of
@@ -30,6 +33,7 @@ from autotune.types import (
     Status,
     Trial,
     WorkloadFacts,
+    whole,
     write_atomically,
 )
 
@@ -38,6 +42,8 @@ FINISHED = "finished"
 """What run.json calls a run that ended by itself."""
 SAME_FAULT = 3
 """Failures of the first probes, all with one cause, that end the run."""
+SMALLER = 8
+"""How many times smaller the next micro-batch is, where the first may be too large to inspect."""
 
 
 class Listener(Protocol):
@@ -118,6 +124,8 @@ class Job:
         )
         self.prober = Prober(state, launcher, self.budget, self.stop)
         self._stored: deque[Trial] = deque()
+        self._measured: list[Trial] = []
+        """The rows as they are on disk; those of the state are judged by each other."""
         self._store: store.Store | None = None
 
     def run(self, *, resumed: bool) -> RunState:
@@ -127,6 +135,10 @@ class Job:
             try:
                 self._open(resumed=resumed)
                 return self._run()
+            except Exception as error:
+                if store.is_full(error):
+                    raise DiskFullError(self._where_it_stands()) from error
+                raise
             finally:
                 if self._store is not None:
                     self._store.close()
@@ -147,6 +159,13 @@ class Job:
         if self.state.answer is None:
             raise NothingRanError(_why_nothing_ran(self.state))
         return self.state
+
+    def _where_it_stands(self) -> str:
+        folder, rows = self.state.folder, len(self._measured)
+        return (
+            f"{folder}: the disk is full; {rows} finished rows are kept in study.db. "
+            f"Make room, then go on with --resume {folder}"
+        )
 
     # --- before the search ---
 
@@ -172,6 +191,8 @@ class Job:
     def _search(self) -> None:
         facts = self._inspect()
         state = self.state
+        for note in facts.notes:
+            self._note(note)
         state.space = space.resolve(
             state.checked.request, state.model_facts.current, self.goal, state.machine, facts
         )
@@ -206,6 +227,8 @@ class Job:
             self.prober.fresh = True
             self._note("each probe builds model and dataset itself: forking failed")
             trial = self.measure(ask)
+        while (smaller := _smaller(trial)) is not None:
+            trial = self.measure(replace(ask, config=smaller))
         if trial.measurement is None or trial.measurement.facts is None:
             raise NothingRanError(_why_nothing_ran(state))
         return WorkloadFacts(**trial.measurement.facts)
@@ -258,19 +281,24 @@ class Job:
         self._take_all_stored()
         self.stop.check()
         self.listener.asks(ask, self.budget.left_s)
-        trial = self.prober.probe(ask, self._next_number())
-        self._keep(trial)
-        return trial
+        return self._keep(self.prober.probe(ask, self._next_number()))
 
     def _next_number(self) -> int:
         known = (*self.state.trials, *self._stored)
         return 1 + max((trial.number for trial in known), default=-1)
 
-    def _keep(self, trial: Trial) -> None:
+    def _keep(self, trial: Trial) -> Trial:
+        """The row, on disk as it was measured, as the rows so far let it be judged."""
         assert self._store is not None
         self._store.add(trial)
-        self.state.trials.append(trial)
-        self.listener.row(trial, self.state)
+        self._take(trial)
+        self.listener.row(self.state.trials[-1], self.state)
+        return self.state.trials[-1]
+
+    def _take(self, trial: Trial) -> None:
+        self._measured.append(trial)
+        # In place: search and budget look at this very list.
+        self.state.trials[:] = judged(self._measured)
 
     def _take_stored(self, ask: scene.Ask) -> Trial | None:
         """A row that an interrupted run left, as if it had just been measured."""
@@ -279,8 +307,7 @@ class Job:
             if same == (ask.config, ask.stage, ask.source, ask.sink, ask.round):
                 if ask.stage is Stage.INSPECT and trial.ok and not self._has_stock(trial):
                     return None
-                self._replay(trial)
-                return trial
+                return self._replay(trial)
         return None
 
     def _has_stock(self, inspected: Trial) -> bool:
@@ -298,19 +325,28 @@ class Job:
         for trial in list(self._stored):
             self._replay(trial)
 
-    def _replay(self, trial: Trial) -> None:
+    def _replay(self, trial: Trial) -> Trial:
         self._stored.remove(trial)
-        self.state.trials.append(trial)
+        self._take(trial)
         # Row by row: with all of it spent at once, the search would take another way than before.
         self.budget.spent_before_s += trial.probe_s
+        return self.state.trials[-1]
 
     def _is_hopeless(self) -> bool:
-        """Whether everything so far failed for the same reason."""
+        """Whether everything so far failed for the same reason, and no knob can help it."""
         trials = probed(self.state.trials)
         ran = [t for t in trials if t.stage is not Stage.INSPECT and t.sink is Sink.TRAIN]
         if len(ran) < SAME_FAULT or any(t.ok for t in ran):
             return False
-        return len({(t.status, t.reason) for t in ran}) == 1
+        if len({causes.cause_of(t) for t in ran}) > 1:
+            return False
+        return not _depends_on_size(ran[0]) or self._failed_at_the_smallest(ran)
+
+    def _failed_at_the_smallest(self, ran: Sequence[Trial]) -> bool:
+        assert self.state.space is not None
+        known = self.state.space
+        sizes = [whole(value) for value in known.values.get(space.BATCH, ()) if value]
+        return min(known.micro_batch(t.config) for t in ran) <= min(sizes, default=1)
 
     # --- the answer ---
 
@@ -394,21 +430,37 @@ class Job:
         write_content(self.state.folder, run_content(self.state, self.goal, status))
 
 
+def _depends_on_size(trial: Trial) -> bool:
+    """Whether a smaller micro-batch may run although this one does not."""
+    suspect = None if trial.failure is None else trial.failure.suspect
+    return trial.status is Status.OUT_OF_MEMORY or suspect is not None
+
+
+def _smaller(inspected: Trial) -> Config | None:
+    """The micro-batch to look at the job with, where its own may be what fails.
+
+    After an illegal memory access the probe itself cannot go on with a smaller one: only a fresh
+    process can.
+    """
+    size = whole(inspected.config.get(space.BATCH))
+    if inspected.ok or not _depends_on_size(inspected) or size <= 1:
+        return None
+    return inspected.config.but({space.BATCH: max(1, size // SMALLER)})
+
+
 def _why_nothing_ran(state: RunState) -> str:
-    failed = [trial for trial in state.trials if trial.failure is not None]
+    found = causes.grouped(state.trials)
     ran = len(pareto.pool(state.trials))
-    if not failed and not ran:
+    if not found and not ran:
         return "no probe could be run within the budget"
-    reasons: dict[str, int] = {}
-    for trial in failed:
-        text = f"{trial.status}: {trial.reason}"
-        reasons[text] = reasons.get(text, 0) + 1
-    told = "\n".join(f"  {count} x {text}" for text, count in reasons.items())
+    told = "\n".join(f"  {cause}" for cause in found)
     if ran:
         asked = " and ".join(["the values asked for", *map(str, state.checked.limits)])
         why = f"no answer: of {ran} measured, none keeps {asked}"
         return f"{why}\n{told}\nrows: {state.folder / 'trials.csv'}".replace("\n\n", "\n")
-    return f"no config ran:\n{told}{_remedies(failed)}\nlogs: {state.folder / 'probes'}"
+    shown = causes.last_frame(found[0].first, state.checked.model.path)
+    remedies = _remedies([trial for trial in state.trials if trial.failure is not None])
+    return f"no config ran:\n{told}{remedies}\n{shown}log: {state.folder / found[0].log}"
 
 
 def _remedies(failed: list[Trial]) -> str:

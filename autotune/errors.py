@@ -29,6 +29,10 @@ class NothingRanError(AutotuneError):
     """No probe gave a number: exit code 1."""
 
 
+class DiskFullError(AutotuneError):
+    """Results cannot be written any more: exit code 1, what is on disk stays readable."""
+
+
 class LaunchError(AutotuneError):
     """No process for probes could be started at all."""
 

@@ -383,9 +383,11 @@ def how_it_ended(code: int | None) -> str:
     return f"died by {known.get(-code, 'signal')} ({-code})"
 
 
-def tail(log: Path) -> str:
+def tail(log: Path, length: int = TAIL) -> str:
     """The end of a log, "" if there is none."""
     try:
-        return log.read_bytes()[-TAIL:].decode(errors="replace").strip()
+        with log.open("rb") as file:  # a job may print gigabytes
+            file.seek(max(0, log.stat().st_size - length))
+            return file.read(length).decode(errors="replace").strip()
     except OSError:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from autotune.types import (
     ModelRef,
     ProbeSpec,
     Status,
+    Suspect,
     decode,
     encode,
     write_atomically,
@@ -35,9 +37,24 @@ LINGER_S = 2.0
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 RESULT = "result.json"
+LOG = "log.txt"
+LOG_BYTES = 64 * 1024
+LONGEST_LINE = 160
+ROOM_BYTES = 16 * 1024
+"""With less free than this, a result cannot be expected to have found room."""
 LOST = "the process that it was forked from ended"
 OOM_KILLED = "host: killed by the kernel's OOM killer"
 LINGERED = "its process did not end by itself after the result was written"
+
+_NCCL_OUT_OF_MEMORY = re.compile(r"NCCL WARN .*out of memory", re.IGNORECASE)
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+_SIGNALS: Mapping[int, tuple[Suspect, str]] = MappingProxyType(
+    {
+        -signal.SIGKILL: (Suspect.HOST_MEMORY, ""),
+        -signal.SIGBUS: (Suspect.HOST_MEMORY, "; /dev/shm may be full"),
+    }
+)
+"""Ends by a signal that want of memory brings about, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +253,28 @@ def _result(spec: ProbeSpec, end: End, *, out_of_memory: bool) -> Measurement | 
     written = _written(folder / RESULT) if end.excess is None else None
     if isinstance(written, Measurement):
         return replace(written, notes=(*written.notes, LINGERED)) if end.lingered else written
-    failure = written or _failure(spec, end)
+    failure = _with_collective(written or _failure(spec, end), folder / LOG)
     # A worker that the kernel kills makes the user's code raise: the reason is memory all the same.
     if out_of_memory and failure.status in (Status.ERROR, Status.CRASH):
         message = f"{OOM_KILLED} ({failure.message})"
         failure = replace(failure, status=Status.OUT_OF_MEMORY, message=message)
-    return replace(failure, log_tail=failure.log_tail or tail(folder / "log.txt"))
+    return replace(failure, log_tail=failure.log_tail or tail(folder / LOG))
+
+
+def _with_collective(failure: Failure, log: Path) -> Failure:
+    """NCCL says only in its log that what failed was an allocation."""
+    if failure.suspect is not Suspect.DEVICE_MEMORY:
+        return failure
+    warned = next((line for line in _lines(log) if _NCCL_OUT_OF_MEMORY.search(line)), None)
+    if warned is None:
+        return failure
+    message = f"device: {warned.strip()[:LONGEST_LINE]}: {failure.message}"
+    return replace(failure, status=Status.OUT_OF_MEMORY, message=message, suspect=None)
+
+
+def _lines(log: Path) -> list[str]:
+    """The log's last lines, far enough back to hold what came before a long traceback."""
+    return tail(log, LOG_BYTES).splitlines()
 
 
 def _written(path: Path) -> Measurement | Failure | None:
@@ -266,10 +299,25 @@ def _failure(spec: ProbeSpec, end: End) -> Failure:
         last = f"; last phase: {phase}" if phase else ""
         message = f"no result after {spec.timeout_s:g} s{last}"
         return Failure(status=Status.TIMEOUT, message=message, phase=phase)
+    if _disk_is_full(Path(spec.folder)):
+        message = f"the disk is full: no result could be written to {spec.folder}"
+        return Failure(status=Status.ERROR, message=message, phase=phase)
     message = end.trouble or how_it_ended(end.code)
     if end.code == 0:
         message += " without a result"
-    return Failure(status=Status.CRASH, message=message, phase=phase)
+    suspect, hint = _SIGNALS.get(end.code or 0, (None, ""))
+    return Failure(status=Status.CRASH, message=f"{message}{hint}", phase=phase, suspect=suspect)
+
+
+def _disk_is_full(folder: Path) -> bool:
+    """Whether a probe that left no result could not write it."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return False
+    said = tail(folder / LOG)
+    unwritten = "in write_atomically" in said and any(text in said for text in _NO_ROOM)
+    return free < ROOM_BYTES or unwritten
 
 
 def _phase(folder: Path) -> str:

@@ -14,6 +14,7 @@ from autotune.knobs import environment_of
 from autotune.launcher import Launcher, Outcome
 from autotune.machine import memory_free, shm_free
 from autotune.metrics import GIB, rate
+from autotune.runfolder import probe_folder
 from autotune.scene import Ask
 from autotune.state import RunState
 from autotune.stop import Stop
@@ -105,7 +106,7 @@ class Prober:
         return self._folder(trial.number, trial.config) / STOCK_FILE
 
     def _folder(self, number: int, config: Config) -> Path:
-        return self.state.folder / "probes" / f"{number:04d}-{config.key}"
+        return self.state.folder / probe_folder(number, config)
 
     def _spec(self, ask: Ask, folder: Path) -> ProbeSpec:
         effort = effort_of(ask.stage, self.budget.unit_s)

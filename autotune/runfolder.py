@@ -179,6 +179,11 @@ def write_content(folder: Path, content: Mapping[str, Any]) -> None:
     write_atomically(folder / RUN_FILE, text + "\n")
 
 
+def probe_folder(number: int, config: Config) -> Path:
+    """Where a probe's spec, result and log are, below the run's folder."""
+    return Path("probes", f"{number:04d}-{config.key}")
+
+
 def file_hash(path: str) -> str:
     """SHA-256 of a file's bytes."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

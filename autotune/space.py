@@ -18,10 +18,10 @@ PINNING = "loader.pin_memory"
 BATCH = "train.batch_size"
 ACCUMULATION = "train.accumulation_steps"
 THREADS = "host.threads"
-FINENESS = 8
-"""Micro-batches between the listed ones are multiples of this."""
 PERSISTENT = "loader.persistent_workers"
 WAIT_POLICY = "host.omp_wait_policy"
+FINENESS = 8
+"""Micro-batches between the listed ones are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,11 @@ class Space:
     def global_batch(self, config: Mapping[str, Value]) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch(config) * int(config.get(ACCUMULATION) or 1)
+
+    def leaves_one(self, config: Mapping[str, Value]) -> bool:
+        """Whether an epoch ends with a single sample, on which BatchNorm may not train."""
+        length, size = self.facts.dataset_len or 0, self.micro_batch(config)
+        return self.facts.batch_norm and size > 1 and length % size == 1
 
     def pairs(self) -> list[tuple[int, int]]:
         """Micro-batch and accumulation steps that may go together, by micro-batch."""

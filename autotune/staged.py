@@ -17,7 +17,7 @@ from autotune.space import (
     WAIT_POLICY,
     WORKERS,
 )
-from autotune.types import Config, Label, Stage, Status, Trial, Value, whole
+from autotune.types import Config, Label, Stage, Status, Suspect, Trial, Value, whole
 
 MOST_VERIFIED = 6
 IMPROVED = 1.02
@@ -26,8 +26,6 @@ MISSED = 0.8
 """Share of its prediction below which loader and step are taken to be in each other's way."""
 WAITS = 0.02
 """Share of waiting for data below which loader settings are left alone."""
-ABOUT_PINNING = ("pin memory", "pin_memory", "pinned", "cudaHostAlloc", "HostAllocator")
-"""What an error says that is about page-locked memory."""
 HOPELESS = 0.9
 """A prediction this far below the best measured rate is not worth a probe."""
 
@@ -94,11 +92,8 @@ def _together(scene: Scene, config: Config, beat: float | None) -> Generator[Ask
 
 def pinning_failed(trial: Trial) -> bool:
     """Whether it was pinned host memory that there was too little of, not the device's."""
-    if trial.status is not Status.OUT_OF_MEMORY or not trial.config.get(PINNING):
-        return False
-    assert trial.failure is not None
-    text = f"{trial.failure.message}\n{trial.failure.log_tail}"
-    return any(word in text for word in ABOUT_PINNING)
+    suspect = None if trial.failure is None else trial.failure.suspect
+    return suspect is Suspect.PINNING and bool(trial.config.get(PINNING))
 
 
 def _misses(trial: Trial, predicted: float) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune import diagnosis, exporters, pareto, space, store
+from autotune.evidence import judged
 from autotune.knobs import KNOBS, Exactness
 from autotune.options import Checked, restored
 from autotune.runfolder import file_hash, read_content
@@ -204,7 +205,7 @@ def load_state(folder: Path) -> RunState:
         machine=_machine(content["machine"]),
         model_facts=facts,
         keys=content["keys"],
-        trials=store.read_trials(folder),
+        trials=judged(store.read_trials(folder)),
         notes=list(content["notes"]),
     )
     if content["workload"] is not None:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +25,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy import URL
 
+from autotune.causes import cause_of, log_of
 from autotune.knobs import KNOBS, Knob
 from autotune.metrics import METRICS, Metric, throughput
 from autotune.pareto import Pooled
@@ -115,6 +119,20 @@ def read_trials(folder: Path) -> list[Trial]:
     with _opened(folder) as storage:
         study = optuna.load_study(study_name=name, storage=storage)
         return _decoded(study.get_trials(deepcopy=False))
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether what was raised, or what that came of, is want of room on the disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        if isinstance(error, sqlite3.OperationalError) and "disk" in str(error):
+            return True  # "database or disk is full"; "disk I/O error" beyond a quota
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _study_name(folder: Path) -> str:
@@ -214,6 +232,17 @@ def pareto_table(front: Sequence[Pooled]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def failed_table(trials: Sequence[Trial]) -> pd.DataFrame:
+    """The failed rows: each with its cause, how many share it, and where its log is."""
+    failed = [trial for trial in trials if trial.status in FAILED]
+    counts = Counter(cause_of(trial) for trial in failed)
+    frame = table(failed)
+    frame["cause"] = [cause_of(trial) for trial in failed]
+    frame["count"] = [counts[cause_of(trial)] for trial in failed]
+    frame["log"] = [log_of(trial).as_posix() for trial in failed]
+    return frame
+
+
 def write_tables(folder: Path, trials: Sequence[Trial], front: Sequence[Pooled]) -> None:
     """trials.csv, trials.parquet, failed.csv and pareto.csv."""
     frame = table(trials)
@@ -221,8 +250,7 @@ def write_tables(folder: Path, trials: Sequence[Trial], front: Sequence[Pooled])
     part = folder / ".trials.parquet.part"
     frame.to_parquet(part, index=False)
     part.replace(folder / "trials.parquet")
-    failed = frame[frame["status"].isin([str(status) for status in FAILED])]
-    write_csv(failed, folder / "failed.csv")
+    write_csv(failed_table(trials), folder / "failed.csv")
     write_csv(pareto_table(front), folder / "pareto.csv")
 
 

@@ -84,6 +84,15 @@ class Sink(StrEnum):
     DISCARD = "discard"
 
 
+class Suspect(StrEnum):
+    """What a failure may come from although its text does not prove it: other rows decide."""
+
+    DEVICE_MEMORY = "device memory"
+    SIZE = "size"
+    HOST_MEMORY = "host memory"
+    PINNING = "pinning"
+
+
 class Label(StrEnum):
     """What qualifies an ok row."""
 
@@ -359,6 +368,8 @@ class Failure:
     message: str
     phase: str = ""
     log_tail: str = ""
+    suspect: Suspect | None = None
+    """What it may come from; `evidence.judged` decides by the other rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +467,7 @@ _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "source": Source,
     "sink": Sink,
     "status": Status,
+    "suspect": Suspect,
     "config": Config,
     "blocks": lambda value: tuple(Block(**block) for block in value),
     "restarts_s": tuple,
@@ -474,5 +486,9 @@ _REVIVERS: dict[str, Callable[[Any], Any]] = {
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never half of one."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)  # on a full disk half a file takes room from the next one
+        raise

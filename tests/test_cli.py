@@ -552,6 +552,8 @@ LAYERS_DOWN = (
         "store",
         "runfolder",
         "budget",
+        "causes",
+        "evidence",
     },
     {"options", "diagnosis", "pareto", "exporters", "fitting", "space", "request", "doctor"},
     {"checkup"},

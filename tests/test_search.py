@@ -12,7 +12,7 @@ from autotune.metrics import read_limit
 from autotune.scene import MOST_END_TO_END
 from autotune.search import SAMPLERS, path_configs
 from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS, Goal
-from autotune.types import Failure, Source, Stage, Status
+from autotune.types import Failure, Source, Stage, Status, Suspect
 
 YOURS = {WORKERS: 0, BATCH: 32}
 
@@ -280,8 +280,8 @@ def test_memory_that_still_grows_keeps_a_margin():
     assert why_unfit(grew, known.space, ()) == "holds 14.5 of 13.2 GiB"
 
 
-@pytest.mark.parametrize("told", ["Caught AcceleratorError in pin memory thread", ""])
-def test_pinning_that_fails_is_tried_off_before_anything_else(told):
+@pytest.mark.parametrize("suspect", [Suspect.PINNING, None])
+def test_pinning_that_fails_is_tried_off_before_anything_else(suspect):
     """Case 13: page-locked memory is short while the device's own is free."""
     law = growing(memory=lambda _: GIB, load_s=1e-4)
     known = job(law, machine=HOPPER, current={**YOURS, PINNING: True})
@@ -290,13 +290,13 @@ def test_pinning_that_fails_is_tried_off_before_anything_else(told):
     def without_pinned_memory(ask):
         if ask.source is Source.LOADER and ask.config.get(PINNING):
             message = "device: AcceleratorError: CUDA error: out of memory"
-            return Failure(status=Status.OUT_OF_MEMORY, message=message, log_tail=told)
+            return Failure(status=Status.OUT_OF_MEMORY, message=message, suspect=suspect)
         return outcome(ask)
 
     known.outcome = without_pinned_memory
     known.run()
     verified = [a.config for a in known.asked(Stage.VERIFY)]
-    if told:
+    if suspect:
         assert verified[1] == verified[0].but({PINNING: False})
         assert known.answer.config[PINNING] is False
     else:

@@ -192,10 +192,7 @@ def _stock(workload: Workload, setup: Setup, spec: ProbeSpec) -> tuple[list[Any]
         if size > STOCK_BYTES or spent > (STOCK_S if needed else STOCK_MORE_S):
             break
     spent = time.perf_counter() - started
-    part = Path(spec.folder, f"{STOCK_FILE}.part")
-    with part.open("wb") as file:
-        pickle.dump(pickled, file)
-    os.replace(part, Path(spec.folder, STOCK_FILE))
+    _store(pickled, Path(spec.folder, STOCK_FILE))
     return samples, spent / max(len(samples), 1), [len(sample) for sample in pickled]
 
 
@@ -203,6 +200,17 @@ def _vary(lengths: list[int]) -> bool:
     """Whether samples differ by more than what a label or a path may make of them."""
     shortest, longest = min(lengths, default=0), max(lengths, default=0)
     return longest > UNEQUAL * shortest and longest - shortest > LABEL_BYTES
+
+
+def _store(pickled: list[bytes], path: Path) -> None:
+    """Write the stock; where the disk has no room for it, probes draw from the loader instead."""
+    part = path.with_suffix(".part")
+    try:
+        with part.open("wb") as file:
+            pickle.dump(pickled, file)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
 
 
 def _without_the_rest(leaf: Any) -> Any:
@@ -256,13 +264,15 @@ def _one_step(workload: Workload, setup: Setup, samples: list[Any], train: Train
         try:
             _step_on_stock(workload, smaller, samples, train)
         except Exception as error:  # noqa: BLE001 - out of memory is only the likeliest
-            # What its frames hold would be missing for the smaller one.
+            # Its frames hold every tensor of the step, for which the next try needs the memory.
             traceback.clear_frames(error.__traceback__)
             train.optimizer.zero_grad()
             first_error = first_error or error
         else:
             return smaller
     assert first_error is not None
+    if setup.batch_size > 1:
+        first_error.add_note("down to micro-batch 1, too")
     raise first_error
 
 

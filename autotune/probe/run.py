@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -51,11 +52,15 @@ DRIFT_TOLD = 0.05
 def run_probe(spec_path: Path, workload: Workload | None) -> None:
     """Measure what the spec asks for and leave the result beside it."""
     probe = Probe(decode(ProbeSpec, spec_path.read_text(encoding="utf-8")), workload)
+    spare = os.open(os.devnull, os.O_RDONLY)  # what opens too many files must still be told
     try:
         outcome: Measurement | Failure = probe.run()
     except BaseException as error:  # noqa: BLE001 - SystemExit in user code is a row, too
+        os.close(spare)
         traceback.print_exc()
         outcome = failure_of(error, probe.phase, probe.spec.model)
+    else:
+        os.close(spare)
     kind = "failure" if isinstance(outcome, Failure) else "measurement"
     text = json.dumps({"schema": SCHEMA, kind: asdict(outcome)}, default=str)
     write_atomically(spec_path.with_name("result.json"), text)
@@ -147,7 +152,7 @@ class Probe:
             parity_loss=parity,
             finite=window.finite,
             unsettled=window.unsettled,
-            notes=_notes(window),
+            notes=_notes(window, source),
             workers=source.workers,
             threads=torch.get_num_threads(),
             cpus=spec.cpus,
@@ -253,13 +258,17 @@ class Probe:
         write_atomically(Path(self.spec.folder, "phase"), phase)
 
 
-def _notes(window: Window) -> tuple[str, ...]:
-    """What to know of an ok row: that its speed changed while it was measured."""
+def _notes(window: Window, source: LoaderSource | CachedSource) -> tuple[str, ...]:
+    """What to know of an ok row: what shows, and does not make the number wrong."""
+    notes = []
     change = drift(window.blocks)
-    if abs(change) <= DRIFT_TOLD:
-        return ()
-    word = "slower" if change < 0 else "faster"
-    return (f"its window's second half ran {100 * abs(change):.0f} % {word} than the first",)
+    if abs(change) > DRIFT_TOLD:
+        word = "slower" if change < 0 else "faster"
+        half = f"its window's second half ran {100 * abs(change):.0f} % {word} than the first"
+        notes.append(half)
+    if source.idle_workers:
+        notes.append(f"{source.idle_workers} of {source.workers} workers delivered nothing")
+    return tuple(notes)
 
 
 def _surplus(source: LoaderSource | CachedSource) -> int:

@@ -86,6 +86,7 @@ class LoaderSource:
         self.restarts_s: list[float] = []
         self.epoch_samples: int | None = None
         self._epoch_start = 0
+        self._drawn = 0
         self._iterator: Iterator[tuple[int, Any]] | None = None
         self._held: tuple[int, Any] | None = None
 
@@ -122,6 +123,7 @@ class LoaderSource:
             else:
                 self.waited_s += time.perf_counter() - asked
         self.consumed += count
+        self._drawn += 1
         return batch
 
     def _restarted(self, asked: float) -> tuple[int, Any]:
@@ -140,11 +142,18 @@ class LoaderSource:
         """Samples that the workers made so far."""
         return self.counted.produced
 
+    @property
+    def idle_workers(self) -> int:
+        """Workers that have made nothing, although each had its turn."""
+        delivered = self.counted.made[1 : self.workers + 1] > 0
+        return self.workers - int(delivered.sum()) if self._drawn > self.workers else 0
+
 
 class CachedSource:
     """A ring of real batches that lie on the device already."""
 
     workers = 0
+    idle_workers = 0
     non_blocking = False
     epoch_samples: int | None = None
 

@@ -269,6 +269,8 @@ def _hint(error: BaseException) -> str:
         return "\nIt ends, or reads the command line: guard that with if __name__ == '__main__':"
     if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
         return f"\nIt looked for {os.path.abspath(error.filename)}"
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
+        return "\nIts folder is no package; an __init__.py makes it one"
     return ""
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune import exporters, guard, pareto, search
+from autotune import causes, exporters, guard, pareto, search
 from autotune.diagnosis import diagnose
 from autotune.metrics import METRICS
 from autotune.report import words
 from autotune.state import RunState, numerics_changed
-from autotune.types import FAILED, Config, Trial
+from autotune.types import Config
 
 WIDTH = 80
 
@@ -82,16 +82,6 @@ class PathRow:
             return busy
         waited = self.point.value(METRICS["data_wait_pct"])
         return None if waited is None else 100 - waited
-
-
-def failures(trials: Sequence[Trial]) -> list[tuple[int, str]]:
-    """Failed rows, grouped by cause, the most frequent first."""
-    counts: dict[str, int] = {}
-    for trial in trials:
-        if trial.status in FAILED:
-            text = f"{trial.status}: {trial.reason}"
-            counts[text] = counts.get(text, 0) + 1
-    return sorted(((count, text) for text, count in counts.items()), reverse=True)
 
 
 def summary(state: RunState) -> str:
@@ -217,20 +207,26 @@ def _problem(state: RunState) -> Iterator[str]:
             f"--global-batch {known.goal.size}: the baseline was run as micro-batch "
             f"{known.micro_batch(state.baseline)} with as many accumulation steps as that takes."
         )
+    if known.leaves_one(answer.config):
+        yield from _wrapped(
+            "BatchNorm: an epoch's last micro-batch would hold a single sample, on which it may "
+            "fail; set drop_last=True."
+        )
     if changed := numerics_changed(state, answer.config):
         told = ", ".join(words.told(name, answer.config.get(name)) for name in changed)
         yield from _wrapped(f"Changes numerics: {told}. Compare a short training run.")
 
 
 def _failures(state: RunState) -> Iterator[str]:
-    grouped = failures(state.trials)
-    if not grouped:
+    found = causes.grouped(state.trials)
+    if not found:
         return
     yield "Failed probes:"
-    for count, text in grouped[:4]:
-        yield from _wrapped(f"{count} x {text}", indent="  ")
-    if len(grouped) > 4:
-        yield f"  and {len(grouped) - 4} other causes, in failed.csv"
+    for cause in found[:4]:
+        yield from _wrapped(str(cause), indent="  ")
+        yield f"    log: {cause.log}"
+    if len(found) > 4:
+        yield f"  and {len(found) - 4} other causes, in failed.csv"
 
 
 def _not_explored(state: RunState) -> Iterator[str]:

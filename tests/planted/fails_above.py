@@ -1,8 +1,9 @@
 """Known answer: micro-batch 48, the largest multiple of eight that runs.
 
 Larger micro-batches pay (a step sleeps 4 ms, and 0.5 ms a sample) until the model fails above 48:
-`OutOfMemory` as an accelerator does, `StartsAbove` with an error of its own. That one trains with
-a batch that fails: its answer has no speed-up, and the descent must find what runs.
+`OutOfMemory` as an accelerator does, `StartsAbove` with an error of its own, `Suspicious` with one
+that does not say what was wanting. These two train with a batch that fails: their answer has no
+speed-up, and the descent must find what runs.
 """
 
 import time
@@ -39,3 +40,8 @@ class OutOfMemory:
 class StartsAbove(OutOfMemory):
     CURRENT = {"loader.num_workers": 0, "train.batch_size": 256}
     error = ValueError("this model takes at most 48 samples")
+
+
+class Suspicious(OutOfMemory):
+    CURRENT = {"loader.num_workers": 0, "train.batch_size": 64}
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
