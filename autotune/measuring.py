@@ -73,7 +73,12 @@ class Prober:
         return self.launcher.run(self._spec(ask, folder), environment, self.stop.check)
 
     def _refused(self, ask: Ask) -> Outcome | None:
-        """What comes of a probe for which there is no memory: nothing is started."""
+        """What comes of a probe for which there is no memory: nothing is started.
+
+        The user's own config runs as it does every day, and may show for itself that it fails.
+        """
+        if self.state.space is not None and ask.config == self.state.space.baseline:
+            return None
         room = guard.Room(free_bytes=memory_free(), shm_bytes=shm_free())
         reason = guard.shortage(self._need(ask), room)
         if not reason:
