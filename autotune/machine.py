@@ -18,17 +18,24 @@ CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def machine_of(device_facts: Mapping[str, Any]) -> Machine:
-    """What may be used here, with the device as a child process found it."""
+def machine_of(device_facts: Mapping[str, Any], index: int = 0) -> Machine:
+    """What may be used here, with the devices as a child process found them.
+
+    Args:
+        device_facts: What it reported.
+        index: Which of the devices is used.
+    """
     cpus, limit = cpus_granted()
-    major, _, minor = str(_first(device_facts, "capabilities") or "0.0").partition(".")
+    capabilities = device_facts.get("capabilities") or ()
+    told = capabilities[index] if index < len(capabilities) else None
+    major, _, minor = str(told or "0.0").partition(".")
     kind = str(device_facts.get("type") or "cpu")
     return Machine(
         cpus=cpus,
         cpu_limited_by=limit,
         memory_bytes=memory_granted(),
         shm_bytes=_shm_bytes(),
-        device="cpu" if kind == "cpu" else f"{kind}:0",
+        device="cpu" if kind == "cpu" else f"{kind}:{index}",
         devices=tuple(str(name) for name in device_facts.get("names") or ()),
         capability=(int(major), int(minor or 0)),
         driver_major=str(device_facts.get("driver") or "").partition(".")[0],
@@ -93,11 +100,6 @@ def _shm_bytes() -> int:
     except OSError:
         return 0
     return stat.f_bavail * stat.f_frsize
-
-
-def _first(device_facts: Mapping[str, Any], name: str) -> Any:
-    values = device_facts.get(name) or (None,)
-    return values[0]
 
 
 def _read(path: Path) -> str:

@@ -40,7 +40,9 @@ class Rate:
         return Label.NOT_STEADY not in self.labels
 
 
-def rate_of(blocks: Sequence[Block], slack: float = 0.0) -> Rate | None:
+def rate_of(
+    blocks: Sequence[Block], slack: float = 0.0, outside: Sequence[Label] = ()
+) -> Rate | None:
     """The sustained rate of the counted half; None when nothing was consumed.
 
     Sustained is the smaller of consumed and produced per second: a queue that was full at the
@@ -50,6 +52,7 @@ def rate_of(blocks: Sequence[Block], slack: float = 0.0) -> Rate | None:
         blocks: The timed blocks, in order.
         slack: Samples by which the two counts may differ without meaning anything: workers
             finish whole batches, several at a time.
+        outside: Labels for what the blocks themselves do not show.
     """
     first = len(blocks) // 2 if len(blocks) >= 2 * LEAST_COUNTED else 0
     counted = blocks[first:]
@@ -60,7 +63,7 @@ def rate_of(blocks: Sequence[Block], slack: float = 0.0) -> Rate | None:
     flow = flow_ratio(counted, slack)
     kept_up = min(flow, 1.0)
     speeds = [block.consumed / block.seconds * kept_up for block in blocks]
-    labels = _labels(speeds[first:], flow)
+    labels = tuple(dict.fromkeys((*_labels(speeds[first:], flow), *outside)))
     estimate = _widened(consumed / seconds * kept_up, speeds, first, labels)
     return Rate(estimate=estimate, labels=labels)
 

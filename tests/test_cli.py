@@ -535,6 +535,7 @@ def test_an_answer_that_keeps_no_limit_is_none(cli, job):
 # --- borders --------------------------------------------------------------------------------------
 
 PACKAGE = Path(autotune.__file__).parent
+TELEMETRY = ("fields", "meter", "nvml", "surveys", "tenants", "watch")
 LAYERS_DOWN = (
     {"__main__"},
     {"cli", "api"},
@@ -545,7 +546,8 @@ LAYERS_DOWN = (
     {"staged", "ceilings", "scene", "store", "runfolder", "budget"},
     {"options", "diagnosis", "pareto", "exporters", "space", "request"},
     {"launcher", "home", "forkserver"},
-    {"knobs", "metrics", "steady", "machine", "source", "channel", "stop"},
+    {"telemetry", *(f"telemetry.{name}" for name in TELEMETRY)},
+    {"knobs", "metrics", "readings", "steady", "machine", "source", "channel", "stop"},
     {"types", "errors", "parallel", "precision"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""
@@ -555,7 +557,7 @@ ONLY_IN = {
     "torch": lambda name: name.startswith("probe."),
     "optuna": lambda name: name in ("search", "store"),
     "hydra": lambda name: name == "request",
-    "pynvml": lambda name: name == "telemetry",
+    "pynvml": lambda name: name == "telemetry.nvml",
     "pandas": lambda name: name in ("store", "api"),
     "rich": lambda name: name in ("cli", "report.progress"),
 }
