@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from autotune import readings
 from autotune.readings import Fold, Sample
 from autotune.telemetry.meter import GPM_METRICS, PAIR_S, Meter
-from autotune.telemetry.nvml import Gpu, LostError, answer, nvml, used_bytes
+from autotune.telemetry.nvml import Gpu, LostError, answer, nvml, processes, used_bytes
 from autotune.telemetry.tenants import INVISIBLE_BYTES, Shares, total_bytes
 
 SELDOM, RARELY = 5, 50
@@ -24,8 +24,10 @@ class Way:
     """One way to read a field."""
 
     functions: tuple[str, ...]
-    """The NVML functions that it needs; where there are two, one of them may be enough."""
+    """The NVML functions that it needs."""
     read: Callable[[Meter], Sequence[Sample]]
+    any_of: bool = False
+    """Whether one of the functions is enough: another version of the same."""
     every: int = 1
     """Ticks."""
     of_the_whole: bool = False
@@ -127,13 +129,16 @@ def _of_processes(value: Callable[[Shares], int | None]) -> Way:
         found = value(meter.shares())
         return [] if found is None else [Sample(now_ns, now_ns, found)]
 
-    return Way(functions=PROCESS_LISTS, read=read, every=SELDOM)
+    return Way(functions=PROCESS_LISTS, read=read, any_of=True, every=SELDOM)
 
 
 PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetComputeRunningProcesses_v2",
 )
+
+
+MEMORY_INFOS = ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo")
 
 
 def _use_by_others(meter: Meter) -> Sequence[Sample]:
@@ -294,11 +299,9 @@ FIELDS: tuple[Field, ...] = (
         unit="bytes",
         title="memory in use",
         ways=(
-            _polled(
-                used_bytes,
-                "nvmlDeviceGetMemoryInfo_v2",
-                "nvmlDeviceGetMemoryInfo",
-                every=SELDOM,
+            replace(
+                _polled(used_bytes, *MEMORY_INFOS, every=SELDOM),
+                any_of=True,
             ),
         ),
         gives={"used_bytes": readings.size},
@@ -348,6 +351,7 @@ def prepare(gpu: Gpu) -> None:
         used = answer(partial(used_bytes, gpu))
         if used is not None:
             gpu.idle_bytes = used if used <= INVISIBLE_BYTES else 0
+        gpu.census.before(answer(partial(processes, gpu)) or ())
         _choose_ways(gpu)
     except LostError as error:
         gpu.lost = str(error)

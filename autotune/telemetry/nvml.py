@@ -235,10 +235,10 @@ def used_bytes(gpu: Gpu) -> int | None:
 
 
 def processes(gpu: Gpu) -> list[Process]:
-    """The driver's list of who computes on it."""
+    """The driver's list of who computes on it, in the newest version that it has."""
     library = nvml()
     try:
         told = library.nvmlDeviceGetComputeRunningProcesses_v3(gpu.handle)
-    except (library.NVMLError_FunctionNotFound, AttributeError):
+    except (library.NVMLError, AttributeError):
         told = library.nvmlDeviceGetComputeRunningProcesses_v2(gpu.handle)
     return [Process(pid=one.pid, memory_bytes=one.usedGpuMemory) for one in told]

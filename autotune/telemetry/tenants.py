@@ -37,6 +37,8 @@ class Census:
     """
 
     _ours: set[int] = field(default_factory=set)
+    _seen: set[int] = field(default_factory=set)
+    """Of ours, those that have been listed since the last probe began."""
     _strangers: set[int] = field(default_factory=set)
 
     def before(self, listed: Sequence[Process]) -> None:
@@ -46,6 +48,7 @@ class Census:
             for process in listed
             if process.pid not in self._ours and is_descendant(process.pid) is not True
         }
+        self._seen = set()
 
     def shares(self, listed: Sequence[Process]) -> Shares:
         """Whose the entries are."""
@@ -62,6 +65,7 @@ class Census:
         if unknown and not self._ours.intersection(new):
             self._ours.add(unknown[0])
         own = tuple(process for process in listed if process.pid in self._ours)
+        self._seen.update(process.pid for process in own)
         others = tuple(process for process in listed if process.pid not in self._ours)
         return Shares(own=own, others=others)
 
@@ -70,8 +74,8 @@ class Census:
         return pid in self._strangers or (pid not in self._ours and is_descendant(pid) is False)
 
     def are_gone(self, listed: Sequence[Process]) -> bool:
-        """Whether processes of ours were listed once, and none is any more."""
-        return bool(self._ours) and not any(process.pid in self._ours for process in listed)
+        """Whether the probe's processes were listed, and none is any more."""
+        return bool(self._seen) and not any(process.pid in self._seen for process in listed)
 
 
 def is_descendant(pid: int) -> bool | None:
