@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -803,3 +804,41 @@ def test_the_name_says_the_unit(row):
     assert row.unit in ("bits", "processes") or row.name.endswith(endings[row.unit])
     assert row.name in row.gives
     assert row.title
+
+
+# --- a real one -----------------------------------------------------------------------------------
+
+BUSY = """
+import json, time, torch
+from autotune.probe.canary import device_facts, accelerator
+print(json.dumps(device_facts(accelerator())), flush=True)
+one = torch.randn(4096, 4096, device="cuda")
+while True:
+    one = torch.nn.functional.normalize(one @ one)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/proc/driver/nvidia/version").exists(), reason="no NVIDIA driver")
+def test_a_real_gpu_tells_that_it_is_busy():
+    busy = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    try:
+        telemetry = Telemetry.open(json.loads(busy.stdout.readline()))
+        time.sleep(2)
+        with telemetry.watch([0]) as watch:
+            time.sleep(1)
+            start_ns = time.time_ns()
+            time.sleep(11)
+            end_ns = time.time_ns()
+            time.sleep(1)
+        (reading,) = watch.readings(start_ns, end_ns)
+        telemetry.close()
+    finally:
+        busy.kill()
+        busy.communicate()
+    assert watch.lost == ""
+    told = {row.name for row in FIELDS if getattr(reading, row.name) is not None}
+    assert "gpu_util_pct" not in told or reading.gpu_util_pct > 50
+    assert "energy_j" not in told or 5 < reading.power_w < 2000
+    assert {"gpu_util_pct", "used_bytes", "power_w"} & told
