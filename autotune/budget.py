@@ -46,6 +46,8 @@ class Budget:
         """Why something that was worth a probe was not given one."""
         self.spent_before_s = 0.0
         """What an interrupted run had spent already."""
+        self.least_final_s = 0.0
+        """What a final takes at least, before one has shown it."""
         self._most = most
         self._trials = trials
         self._started_s = started_s
@@ -115,7 +117,8 @@ class Budget:
             return usual_s
         # Half of the finals are the candidate's, and the last probes were of its like.
         others = [trial.probe_s for trial in ran if trial.sink is Sink.TRAIN][-LIKE_FINALS:]
-        return (usual_s + max(usual_s, median(others or [usual_s]))) / 2
+        mean_s = (usual_s + max(usual_s, median(others or [usual_s]))) / 2
+        return max(mean_s, self.least_final_s)
 
     @property
     def _first_probe_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,7 @@ from autotune.runfolder import Order, check_machine, claimed, point_latest, writ
 from autotune.source import third_party_imports
 from autotune.state import RunState, load_state, run_content, write_answer, write_diagnosis
 from autotune.stop import Stop
+from autotune.telemetry import Telemetry
 from autotune.types import (
     REFUSED,
     Config,
@@ -37,6 +39,8 @@ from autotune.types import (
     write_atomically,
 )
 
+_KEPT_WHEN_LOST = "the device was lost before anything else was verified"
+_BEST_WHEN_LOST = "the best measured before the device was lost; it is not verified"
 NOTHING_PAYS = "nothing more can pay"
 FINISHED = "finished"
 """What run.json calls a run that ended by itself."""
@@ -77,11 +81,13 @@ def tune(order: Order, listener: Listener, *, stop: Stop | None = None) -> RunSt
         preload=third_party_imports(Path(known.model.path)),
         say=listener.note,
     )
-    with launcher:
+    with launcher, ExitStack() as held:
         started = time.monotonic()
         facts = launcher.load()
         keys, goal = with_file(known, facts.current, facts.keys)
-        machine = machine_of(launcher.settle())
+        device_facts = launcher.settle()
+        telemetry = held.enter_context(closing(Telemetry.open(device_facts)))
+        machine = machine_of(device_facts, telemetry.pick())
         if order.earlier is not None:
             check_machine(order.earlier, machine, force=order.force)
             if order.earlier["status"] == FINISHED:
@@ -90,6 +96,7 @@ def tune(order: Order, listener: Listener, *, stop: Stop | None = None) -> RunSt
             checked=known, folder=order.folder, machine=machine, model_facts=facts, keys=keys
         )
         job = Job(state, launcher, listener, goal, stop=stop or Stop(), started=started)
+        job.prober.read_with(telemetry)
         return job.run(resumed=order.earlier is not None)
 
 
@@ -123,6 +130,8 @@ class Job:
             state.checked.budget_s, state.checked.options.max_probes, state.trials, started
         )
         self.prober = Prober(state, launcher, self.budget, self.stop)
+        self._lost = False
+        """Whether the device is gone, so that nothing can be measured any more."""
         self._stored: deque[Trial] = deque()
         self._measured: list[Trial] = []
         """The rows as they are on disk; those of the state are judged by each other."""
@@ -183,6 +192,8 @@ class Job:
             self._note("one device is used: parallel.mode=single is the only mode so far")
         if self.state.model_facts.affinity_narrowed:
             self._note("importing the model file narrowed the CPU affinity")
+        for text in self.prober.telemetry.notes:
+            self._note(text)
 
     def _note(self, text: str) -> None:
         self.state.notes.append(text)
@@ -211,6 +222,8 @@ class Job:
         baseline = self.measure(
             scene.Ask(config=state.baseline, stage=Stage.BASELINE, why=state.baseline_name)
         )
+        if self._ends_all(baseline):
+            return
         self._say_price(baseline)
         self._drive(search.plan(state.checked.options.sampler, view))
         state.stopped_because = state.stopped_because or self.budget.turned_down or NOTHING_PAYS
@@ -267,8 +280,7 @@ class Job:
             ask = next(plan)
             while True:
                 trial = self.measure(ask)
-                if self._is_hopeless():
-                    self.state.stopped_because = f"every probe fails: {trial.reason}"
+                if self._ends_all(trial):
                     return
                 ask = plan.send(trial)
         except StopIteration:
@@ -303,6 +315,8 @@ class Job:
     def _take_stored(self, ask: scene.Ask) -> Trial | None:
         """A row that an interrupted run left, as if it had just been measured."""
         for trial in self._stored:
+            if trial.status is Status.DEVICE_LOST:
+                continue  # it says nothing of the config; the device may be back
             same = (trial.config, trial.stage, trial.source, trial.sink, trial.round)
             if same == (ask.config, ask.stage, ask.source, ask.sink, ask.round):
                 if ask.stage is Stage.INSPECT and trial.ok and not self._has_stock(trial):
@@ -331,6 +345,16 @@ class Job:
         # Row by row: with all of it spent at once, the search would take another way than before.
         self.budget.spent_before_s += trial.probe_s
         return self.state.trials[-1]
+
+    def _ends_all(self, trial: Trial) -> bool:
+        """Whether no probe after this one can make sense; why is noted."""
+        if trial.status is Status.DEVICE_LOST:
+            self._lost = True
+            self.state.stopped_because = f"the device was lost ({trial.reason})"
+            self.state.not_explored.append("what was left to measure when the device was lost")
+        elif self._is_hopeless():
+            self.state.stopped_because = f"every probe fails: {trial.reason}"
+        return bool(self.state.stopped_because)
 
     def _is_hopeless(self) -> bool:
         """Whether everything so far failed for the same reason, and no knob can help it."""
@@ -396,13 +420,17 @@ class Job:
         store.write_tables(state.folder, state.trials, front)
         if not verified:
             state.answer = self._best_so_far() or state.answer
+        elif self._lost and state.answer is not None and not state.answer.verified:
+            told = _KEPT_WHEN_LOST if state.answer.keep else _BEST_WHEN_LOST
+            state.answer = replace(state.answer, reason=told)
         if state.answer is not None:
             write_answer(state, verified=verified)
             write_atomically(state.folder / "summary.md", summary(state))
             write_diagnosis(state)
-        if verified and (stock := self.prober.stock()) is not None:
+        ended = verified and not self._lost  # a lost device may come back, and the run go on
+        if ended and (stock := self.prober.stock()) is not None:
             Path(stock).unlink(missing_ok=True)
-        self._write_run(FINISHED if verified else "interrupted")
+        self._write_run(FINISHED if ended else "interrupted")
 
     def _best_so_far(self) -> pareto.Answer | None:
         """What an interrupted run leaves, if nothing was verified yet."""

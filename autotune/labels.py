@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autotune.readings import device_labels
 from autotune.types import Label, Measurement
 
 OTHERS_SHARE = 0.10
@@ -23,8 +24,9 @@ UNSURE = frozenset({Label.CONTENDED, Label.THROTTLED, Label.COLD, Label.NOT_STEA
 
 
 def outside_labels(measurement: Measurement) -> tuple[Label, ...]:
-    """The labels that hold, in the table's order."""
-    return tuple(label for label, holds in LABELS.items() if holds(measurement))
+    """The labels that hold: the host's state first, then the accelerators'."""
+    own = (label for label, holds in LABELS.items() if holds(measurement))
+    return tuple(dict.fromkeys((*own, *device_labels(measurement))))
 
 
 def _is_contended(measurement: Measurement) -> bool:

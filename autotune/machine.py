@@ -24,18 +24,23 @@ CGROUP_MEMORY = (
 """The files of a group's limit and use, in either version."""
 
 
-def machine_of(device_facts: Mapping[str, Any]) -> Machine:
-    """What may be used here, with the device as a child process found it."""
+def machine_of(device_facts: Mapping[str, Any], index: int = 0) -> Machine:
+    """What may be used here, with the devices as a child process found them.
+
+    Args:
+        device_facts: What it reported.
+        index: Which of the devices is used.
+    """
     cpus, limit = cpus_granted()
-    major, _, minor = str(_first(device_facts, "capabilities") or "0.0").partition(".")
+    major, _, minor = str(_entry(device_facts, "capabilities", index) or "0.0").partition(".")
     kind = str(device_facts.get("type") or "cpu")
     return Machine(
         cpus=cpus,
         cpu_limited_by=limit,
         memory_bytes=memory_granted(),
         shm_bytes=shm_free(),
-        device_memory_bytes=int(_first(device_facts, "total_memory") or 0),
-        device="cpu" if kind == "cpu" else f"{kind}:0",
+        device_memory_bytes=int(_entry(device_facts, "total_memory", index) or 0),
+        device="cpu" if kind == "cpu" else f"{kind}:{index}",
         devices=tuple(str(name) for name in device_facts.get("names") or ()),
         capability=(int(major), int(minor or 0)),
         driver_major=str(device_facts.get("driver") or "").partition(".")[0],
@@ -122,9 +127,9 @@ def shm_free() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _first(device_facts: Mapping[str, Any], name: str) -> Any:
-    values = device_facts.get(name) or (None,)
-    return values[0]
+def _entry(device_facts: Mapping[str, Any], name: str, index: int) -> Any:
+    values = device_facts.get(name) or ()
+    return values[index] if index < len(values) else None
 
 
 def _read(path: Path) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from autotune.knobs import environment_of
 from autotune.launcher import Launcher, Outcome
 from autotune.machine import memory_free, shm_free
 from autotune.metrics import GIB, rate
+from autotune.readings import LEAST_ENERGY_S
 from autotune.runfolder import probe_folder
 from autotune.scene import Ask
 from autotune.state import RunState
 from autotune.stop import Stop
+from autotune.telemetry import Telemetry, Watch
 from autotune.types import (
     Config,
     Failure,
@@ -36,6 +39,12 @@ from autotune.types import (
 STOCK_FILE = "samples.pkl"
 WINDOW_SHARE = 0.5
 """Share of the time that a probe may take which its timed window may fill."""
+ENERGY_WINDOW_S = LEAST_ENERGY_S + 0.1
+"""The child's clock for spans and the one of its time stamps need not agree to the last digit."""
+
+
+class DeviceLostError(Exception):
+    """Ends the wait for a probe whose device is gone."""
 
 
 class Prober:
@@ -46,14 +55,20 @@ class Prober:
         self.launcher = launcher
         self.budget = budget
         self.stop = stop
+        self.telemetry = Telemetry()
         self.fresh = False
         """Whether every probe builds model and dataset for itself."""
+
+    def read_with(self, telemetry: Telemetry) -> None:
+        """Read the devices beside each probe; finals then last as long as their energy takes."""
+        self.telemetry = telemetry
+        self.budget.least_final_s = self._least_window_s(Stage.FINAL)
 
     def probe(self, ask: Ask, number: int) -> Trial:
         """Launch the probe, wait for its end, and make a row of what came of it."""
         folder = self._folder(number, ask.config)
         shutil.rmtree(folder, ignore_errors=True)
-        outcome = self._refused(ask) or self._launched(ask, folder)
+        outcome = self._refused(ask) or self._watched(self._spec(ask, folder))
         return Trial(
             number=number,
             config=ask.config,
@@ -67,10 +82,6 @@ class Prober:
             why=ask.why,
             round=ask.round,
         )
-
-    def _launched(self, ask: Ask, folder: Path) -> Outcome:
-        environment = environment_of(ask.config, load_time=True)
-        return self.launcher.run(self._spec(ask, folder), environment, self.stop.check)
 
     def _refused(self, ask: Ask) -> Outcome | None:
         """What comes of a probe for which there is no memory: nothing is started.
@@ -100,6 +111,40 @@ class Prober:
             resident_bytes=known.facts.parameter_bytes if trains_here else 0.0,
         )
 
+    def _watched(self, spec: ProbeSpec) -> Outcome:
+        """Run the probe, and read its devices meanwhile."""
+        with self.telemetry.watch(self._devices(spec)) as watch:
+            outcome = self._run(spec, watch)
+        self.telemetry.await_release(watch, self.stop.check)
+        if watch.lost:
+            failure = Failure(status=Status.DEVICE_LOST, message=watch.lost)
+            return Outcome(failure=failure, probe_s=outcome.probe_s)
+        if outcome.measurement is None:
+            return outcome
+        measured = outcome.measurement
+        devices = watch.readings(measured.start_ns, measured.end_ns)
+        return replace(outcome, measurement=replace(measured, devices=devices))
+
+    def _run(self, spec: ProbeSpec, watch: Watch) -> Outcome:
+        started_s = time.monotonic()
+
+        def should_stop() -> None:
+            self.stop.check()
+            if watch.lost:  # the probe would hang until its deadline
+                raise DeviceLostError(watch.lost)
+
+        try:
+            environment = environment_of(spec.config, load_time=True)
+            return self.launcher.run(spec, environment, should_stop)
+        except DeviceLostError as error:
+            failure = Failure(status=Status.DEVICE_LOST, message=str(error))
+            return Outcome(failure=failure, probe_s=time.monotonic() - started_s)
+
+    def _devices(self, spec: ProbeSpec) -> list[int]:
+        """The devices that the probe trains on, by PyTorch's numbers."""
+        trains = spec.sink is Sink.TRAIN and not self.state.machine.on_cpu
+        return [_index(spec.device)] if trains else []
+
     def stock(self) -> str | None:
         """Where the inspecting probe left the dataset's first samples."""
         inspected = [t for t in self.state.trials if t.stage is Stage.INSPECT and t.ok]
@@ -116,6 +161,7 @@ class Prober:
     def _spec(self, ask: Ask, folder: Path) -> ProbeSpec:
         effort = effort_of(ask.stage, self.budget.unit_s)
         timeout_s = self.budget.timeout_s(ask.stage)
+        least_s = self._least_window_s(ask.stage)
         return ProbeSpec(
             model=self.state.checked.model,
             config=dict(ask.config),
@@ -129,7 +175,8 @@ class Prober:
             fresh=ask.fresh or self.fresh,
             stock=self.stock(),
             # Near the budget's end a short window is worth more than one that is cut off.
-            max_window_s=min(effort.window_s, WINDOW_SHARE * timeout_s),
+            max_window_s=min(max(effort.window_s, least_s), WINDOW_SHARE * timeout_s),
+            min_window_s=least_s,
             min_blocks=effort.blocks,
             want=effort.half_width,
             beat=ask.beat,
@@ -166,12 +213,24 @@ class Prober:
             allowed = min(allowed, limit_bytes)
         return guard.allocator_share(total, allowed, other)
 
+    def _least_window_s(self, stage: Stage) -> float:
+        """Finals are long enough to tell energy, where that can be read and paid for."""
+        index = _index(self.state.machine.device)
+        tells = self.telemetry.reads(index, "energy_j", "power_w")
+        affordable = 2 * self.budget.unit_s >= LEAST_ENERGY_S
+        return ENERGY_WINDOW_S if stage is Stage.FINAL and tells and affordable else 0.0
+
     def _global_batch(self, config: Mapping[str, Value]) -> int:
         batch = int(config.get(space.BATCH) or self._delivered())
         return batch * int(config.get(space.ACCUMULATION) or 1)
 
     def _delivered(self) -> int:
         return int(self.state.space.facts.delivered_batch) if self.state.space else 32
+
+
+def _index(device: str) -> int:
+    """A device's number: 1 for cuda:1."""
+    return int(device.partition(":")[2] or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

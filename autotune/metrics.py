@@ -15,7 +15,7 @@ from typing import Literal
 from autotune.errors import OptionError
 from autotune.labels import outside_labels
 from autotune.steady import Rate, rate_of
-from autotune.types import Estimate, Measurement
+from autotune.types import DeviceReading, Estimate, Measurement
 
 GIB = 1024**3
 
@@ -169,8 +169,29 @@ def _device_s_per_sample(measurement: Measurement) -> float | None:
     return 1 / value if value else None
 
 
-def _unread(measurement: Measurement) -> float | None:
-    return None
+Read = Callable[[DeviceReading], float | None]
+
+
+def _over_devices(read: Read) -> Callable[[Measurement], float | None]:
+    """The mean over the devices that told it."""
+    return lambda measurement: mean_of([read(device) for device in measurement.devices])
+
+
+def _of_all_devices(measurement: Measurement, read: Read) -> float | None:
+    """The sum; None where one of them is missing from it."""
+    values = [read(device) for device in measurement.devices]
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _power_w(measurement: Measurement) -> float | None:
+    return _of_all_devices(measurement, lambda device: device.power_w)
+
+
+def _joules_per_sample(measurement: Measurement) -> float | None:
+    energy_j = _of_all_devices(measurement, lambda device: device.energy_j)
+    samples = _samples(measurement)
+    return None if energy_j is None or not samples else energy_j / samples
 
 
 METRICS: dict[str, Metric] = {
@@ -181,8 +202,20 @@ METRICS: dict[str, Metric] = {
         Metric(
             name="data_wait_pct", unit="%", better="lower", compute=_data_wait_pct, objective=False
         ),
-        Metric(name="gpu_util_pct", unit="%", better="higher", compute=_unread, objective=False),
-        Metric(name="sm_active_pct", unit="%", better="higher", compute=_unread, objective=False),
+        Metric(
+            name="gpu_util_pct",
+            unit="%",
+            better="higher",
+            compute=_over_devices(lambda device: device.gpu_util_pct),
+            objective=False,
+        ),
+        Metric(
+            name="sm_active_pct",
+            unit="%",
+            better="higher",
+            compute=_over_devices(lambda device: device.sm_active_pct),
+            objective=False,
+        ),
         Metric(
             name="memory_gb",
             unit="GiB",
@@ -195,8 +228,8 @@ METRICS: dict[str, Metric] = {
             better="lower",
             compute=lambda measurement: _gigabytes(measurement.host_memory_bytes),
         ),
-        Metric(name="power_w", unit="W", better="lower", compute=_unread),
-        Metric(name="joules_per_sample", unit="J", better="lower", compute=_unread),
+        Metric(name="power_w", unit="W", better="lower", compute=_power_w),
+        Metric(name="joules_per_sample", unit="J", better="lower", compute=_joules_per_sample),
         Metric(
             name="cpu_util_pct", unit="%", better="higher", compute=_cpu_util_pct, objective=False
         ),

@@ -263,6 +263,8 @@ class ProbeSpec:
     stock: str | None = None
     """File with the dataset's first samples, written by the inspecting probe."""
     max_window_s: float = 5.0
+    min_window_s: float = 0.0
+    """No window ends narrow before: the energy counter ticks too slowly for a shorter one."""
     min_blocks: int = 12
     block_s: float = 0.25
     want: float = 0.01
@@ -297,6 +299,50 @@ class Block:
     produced: int
     wait_s: float
     steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReading:
+    """What a GPU told of itself over exactly the timed window; None where it was not read."""
+
+    index: int
+    """Its ordinal among the devices that PyTorch sees."""
+    uuid: str = ""
+    gpu_util_pct: float | None = None
+    """Share of time in which any kernel ran."""
+    memory_util_pct: float | None = None
+    """Share of time in which its memory was read or written."""
+    sm_active_pct: float | None = None
+    sm_occupancy_pct: float | None = None
+    tensor_active_pct: float | None = None
+    dram_active_pct: float | None = None
+    """DRAM bandwidth, of the most there is."""
+    power_w: float | None = None
+    energy_j: float | None = None
+    """Only from windows that are long against the ticks of the counter."""
+    estimated: bool = False
+    """Whether the energy is integrated from power, for want of a counter."""
+    sm_clock_mhz: float | None = None
+    sm_clock_first_mhz: float | None = None
+    """In the first third of the window."""
+    sm_clock_later_mhz: float | None = None
+    """In the slower one of the other two thirds."""
+    memory_clock_mhz: float | None = None
+    event_reasons: int | None = None
+    """Every reason, as NVML's bits, for which the clocks were held back at any time."""
+    temperature_c: float | None = None
+    pcie_tx_mib_per_s: float | None = None
+    pcie_rx_mib_per_s: float | None = None
+    used_bytes: int | None = None
+    """The most that was in use on it, by whomever."""
+    used_before_bytes: int | None = None
+    """In use just before the probe."""
+    process_bytes: int | None = None
+    """The most that the probe's own processes held: allocator, context and libraries."""
+    others: int | None = None
+    """Other processes that held memory on it."""
+    others_bytes: int | None = None
+    others_util_pct: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +402,8 @@ class Measurement:
     threads: int = 1
     start_ns: int = 0
     end_ns: int = 0
+    devices: tuple[DeviceReading, ...] = ()
+    """One for each accelerator it trained on, added by the process that watched them."""
     facts: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
@@ -479,7 +527,7 @@ _REVIVERS: dict[str, Callable[[Any], Any]] = {
     "failure": lambda value: Failure(**_revive(value)),
     "loader_accepts": tuple,
     "skipped_preloads": tuple,
-    "devices": tuple,
+    "devices": lambda value: tuple(DeviceReading(**reading) for reading in value),
 }
 
 

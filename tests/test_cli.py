@@ -535,6 +535,7 @@ def test_an_answer_that_keeps_no_limit_is_none(cli, job):
 # --- borders --------------------------------------------------------------------------------------
 
 PACKAGE = Path(autotune.__file__).parent
+TELEMETRY = ("fields", "meter", "nvml", "surveys", "tenants", "watch")
 LAYERS_DOWN = (
     {"__main__"},
     {"cli", "api"},
@@ -558,7 +559,9 @@ LAYERS_DOWN = (
     {"options", "diagnosis", "pareto", "exporters", "fitting", "space", "request", "doctor"},
     {"checkup"},
     {"launcher", "home", "hostwatch", "forkserver"},
-    {"knobs", "metrics", "labels", "steady", "machine", "source", "channel", "stop", "guard"},
+    {"telemetry", *(f"telemetry.{name}" for name in TELEMETRY)},
+    {"knobs", "metrics", "labels", "readings", "steady", "machine"},
+    {"source", "channel", "stop", "guard"},
     {"types", "errors", "parallel", "precision"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""
@@ -568,7 +571,7 @@ ONLY_IN = {
     "torch": lambda name: name.startswith("probe."),
     "optuna": lambda name: name in ("search", "store"),
     "hydra": lambda name: name == "request",
-    "pynvml": lambda name: name == "telemetry",
+    "pynvml": lambda name: name == "telemetry.nvml",
     "pandas": lambda name: name in ("store", "api"),
     "rich": lambda name: name in ("cli", "report.progress"),
 }

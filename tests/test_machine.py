@@ -180,3 +180,10 @@ def test_the_device_is_what_a_child_found(found, device, capability):
     assert (known.default_threads, known.driver_major) == (3, "550")
     assert known.torch
     assert Path("/dev/shm").exists() == (known.shm_bytes > 0)
+
+
+def test_another_device_than_the_first_may_be_used():
+    found = {"type": "cuda", "names": ["A", "B"], "capabilities": ["7.0", "9.0"]}
+    known = machine_of(found, 1)
+    assert (known.device, known.capability, known.devices) == ("cuda:1", (9, 0), ("A", "B"))
+    assert machine_of({"type": "cuda", "names": ["A"]}, 1).capability == (0, 0)

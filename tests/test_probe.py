@@ -233,6 +233,13 @@ def test_a_speed_that_changes_within_the_window_is_told(bench):
     assert "% slower than the first" in measured.notes[0]
 
 
+def test_a_window_lasts_as_long_as_is_asked_at_least(bench):
+    measured = bench().measure(want=10.0, max_window_s=5.0, min_window_s=0.6)
+    assert (measured.end_ns - measured.start_ns) / 1e9 >= 0.6
+    lost = bench().measure(beat=1e12, max_window_s=5.0, min_window_s=4.0)
+    assert lost.stopped == "dominated"  # what cannot win need not tell more
+
+
 def test_a_step_longer_than_the_window_is_measured_all_the_same(bench):
     slow = """
     def compute_loss(model, batch):

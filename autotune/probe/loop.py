@@ -189,7 +189,7 @@ class Loop:
         if self._cannot_win(blocks):
             window.stopped = "dominated"
             return True
-        if len(blocks) < self.spec.min_blocks:
+        if len(blocks) < self.spec.min_blocks or elapsed_s < self.spec.min_window_s:
             return False
         rate = rate_of(blocks)
         if rate is None or not rate.steady or window.unsettled:
