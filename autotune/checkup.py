@@ -14,9 +14,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autotune.telemetry import Survey
 
 REQUIRED = {
     "torch": "torch",
@@ -47,35 +50,6 @@ def build_dataset():
 
 GVISOR = ("4.4.0", "2016")
 """The release, and a part of the version, that gVisor gives as the kernel's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU as NVML tells of it; what it does not tell is None."""
-
-    uuid: str
-    name: str
-    memory_bytes: int | None = None
-    used_bytes: int | None = None
-    mig: bool | None = None
-    gpm: bool | None = None
-    persistence: bool | None = None
-    power_limit_w: float | None = None
-    unreadable: tuple[str, ...] = ()
-    """What other GPUs tell and this one does not."""
-    others: tuple[int, ...] = ()
-    """Process ids of its users."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """What NVML tells of this machine."""
-
-    driver: str | None = None
-    nvml: str | None = None
-    trouble: str = ""
-    """Why NVML tells nothing, or ""."""
-    gpus: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +105,7 @@ class Surroundings:
     torch: TorchFacts
     start: StartFacts
     survey: Survey | None
+    """None where a package is missing that would ask."""
     device_files: tuple[str, ...]
     visible_devices: str | None
     compiler: str | None
@@ -264,17 +239,11 @@ def compiler() -> str | None:
 
 
 def _survey() -> Survey | None:
-    """NVML's view, in our words; None where nothing here can ask it."""
-    if importlib.util.find_spec("autotune.telemetry") is None:
+    try:
+        from autotune.telemetry import survey
+    except ImportError:
         return None
-    told = importlib.import_module("autotune.telemetry").survey()
-    names = [field.name for field in fields(Gpu)]
-    return Survey(
-        driver=told.driver,
-        nvml=told.nvml,
-        trouble=told.trouble,
-        gpus=tuple(Gpu(**{name: getattr(gpu, name) for name in names}) for gpu in told.gpus),
-    )
+    return survey()
 
 
 def _version(module: str, package: str) -> str | None:

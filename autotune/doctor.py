@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autotune.checkup import Gpu, Limits, Surroundings, look
+from autotune.checkup import Limits, Surroundings, look
 from autotune.precision import AMPERE
+
+if TYPE_CHECKING:
+    from autotune.telemetry import SurveyedGpu
 
 GIB = 1024**3
 
@@ -292,8 +295,8 @@ def _visible(found: Surroundings) -> Finding:
 
 def _nvml(found: Surroundings) -> Finding:
     survey = found.survey
-    if survey is None or survey.trouble:
-        why = "no driver library" if survey is None else survey.trouble
+    if survey is None or survey.problem:
+        why = "a package is missing" if survey is None else survey.problem
         if found.torch.kind != "cuda":
             return Finding(value=f"not used: {why}")
         return _limits(
@@ -302,9 +305,9 @@ def _nvml(found: Surroundings) -> Finding:
             "container (NVIDIA_DRIVER_CAPABILITIES=utility,compute)",
         )
     value = f"driver {survey.driver or 'unknown'}, NVML {survey.nvml or 'unknown'}"
-    unreadable = _of_each(survey.gpus, lambda gpu: ", ".join(gpu.unreadable))
-    if unreadable:
-        return _limits(f"{value}; not readable: {unreadable}", "those columns stay empty")
+    missing = _of_each(survey.gpus, lambda gpu: gpu.lost or ", ".join(gpu.unread))
+    if missing:
+        return _limits(f"{value}; not readable: {missing}", "those columns stay empty")
     return Finding(value=value)
 
 
@@ -312,12 +315,12 @@ def _gpm(found: Surroundings) -> Finding:
     gpus = _gpus(found)
     if not gpus:
         return Finding(value="no NVIDIA GPU to ask")
-    without = _of_each(gpus, lambda gpu: "no" if gpu.gpm is False else "")
+    without = _of_each(gpus, lambda gpu: "" if gpu.gpm else "no")
     if without:
         return _limits(
             without, "sm_active_pct stays empty (Hopper and newer have it); timers decide instead"
         )
-    return Finding(value="yes" if all(gpu.gpm for gpu in gpus) else "not known")
+    return Finding(value="yes")
 
 
 def _mig(found: Surroundings) -> Finding:
@@ -336,7 +339,7 @@ def _tenants(found: Surroundings) -> Finding:
     gpus = _gpus(found)
     if not gpus:
         return Finding(value="no NVIDIA GPU to ask")
-    others = _of_each(gpus, lambda gpu: f"{len(gpu.others)} process(es)" if gpu.others else "")
+    others = _of_each(gpus, lambda gpu: gpu.others)
     if others:
         return _limits(
             others,
@@ -359,7 +362,7 @@ def _power(found: Surroundings) -> Finding:
             else f"at most {gpu.power_limit_w:.0f} W"
         ),
     )
-    lazy = any(gpu.persistence is False for gpu in gpus)
+    lazy = any(gpu.persistent is False for gpu in gpus)
     if lazy:
         return _limits(
             f"{value}; persistence mode off",
@@ -368,11 +371,11 @@ def _power(found: Surroundings) -> Finding:
     return Finding(value=value)
 
 
-def _gpus(found: Surroundings) -> Sequence[Gpu]:
+def _gpus(found: Surroundings) -> Sequence[SurveyedGpu]:
     return found.survey.gpus if found.survey is not None else ()
 
 
-def _of_each(gpus: Sequence[Gpu], tell: Callable[[Gpu], str]) -> str:
+def _of_each(gpus: Sequence[SurveyedGpu], tell: Callable[[SurveyedGpu], str]) -> str:
     """What each GPU has to tell, named only where there are several."""
     told = [(gpu.name, tell(gpu)) for gpu in gpus]
     if len(told) == 1:

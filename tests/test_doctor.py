@@ -1,17 +1,18 @@
 """What the doctor finds, judges and says: every row of its table, and its exit codes."""
 
 import re
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from conftest import write
 
-from autotune import checkup, doctor
-from autotune.checkup import Gpu, Limits, StartFacts, Surroundings, Survey, TorchFacts
+from autotune import checkup, doctor, telemetry
+from autotune.checkup import Limits, StartFacts, Surroundings, TorchFacts
 from autotune.doctor import CHECKS, Verdict
+from autotune.telemetry import Survey, SurveyedGpu
 
 GIB = 1024**3
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,15 +37,20 @@ TOLD = {
 }
 
 
-GPU = Gpu(
+GPU = SurveyedGpu(
+    index=0,
     uuid=UUID,
     name="NVIDIA H200",
     memory_bytes=139 * GIB,
     used_bytes=GIB // 2,
     mig=False,
     gpm=True,
-    persistence=True,
+    persistent=True,
     power_limit_w=700.0,
+    others="",
+    readable={"energy": "J"},
+    unread=(),
+    lost="",
 )
 SURVEY = Survey(driver="580.159.03", nvml="13.580.159", gpus=(GPU,))
 
@@ -127,13 +133,13 @@ AMISS = {
     ],
     "NVML": [
         ({"survey": None}, "limits", "libnvidia-ml.so.1"),
-        ({"survey": Survey(trouble="driver/library mismatch")}, "limits", "mismatch"),
-        ({"survey": with_gpu(unreadable=("energy", "clocks"))}, "limits", "energy, clocks"),
+        ({"survey": Survey(problem="driver/library mismatch")}, "limits", "mismatch"),
+        ({"survey": with_gpu(unread=("energy", "clocks"))}, "limits", "energy, clocks"),
     ],
     "GPM": [({"survey": with_gpu(gpm=False)}, "limits", "sm_active_pct")],
     "MIG": [({"survey": with_gpu(mig=True)}, "limits", "slice")],
-    "other users": [({"survey": with_gpu(others=(17, 18))}, "limits", "2 process(es)")],
-    "power": [({"survey": with_gpu(persistence=False)}, "limits", "nvidia-smi -pm 1")],
+    "other users": [({"survey": with_gpu(others="2 others")}, "limits", "2 others")],
+    "power": [({"survey": with_gpu(persistent=False)}, "limits", "nvidia-smi -pm 1")],
     "CPUs": [({"cpus": 4, "cpus_limit": "CPU affinity"}, "limits", "4 of 16")],
     "load": [({"load": 9.0}, "limits", "other processes")],
     "memory": [({"memory_bytes": 4 * GIB}, "limits", "4.0 GiB of 128.0 GiB")],
@@ -195,11 +201,9 @@ def test_unreadable_facts_break_no_row():
     unread = dict.fromkeys(names.split())
     found = replace(WELL, torch=device(names=[None], uuids=[None], capabilities=[None]), **unread)
     assert not [check for check in doctor.judged(found) if "could not be read" in check.value]
-    bare = with_gpu(
-        memory_bytes=None, used_bytes=None, mig=None, gpm=None, persistence=None, power_limit_w=None
-    )
+    bare = with_gpu(memory_bytes=None, used_bytes=None, persistent=None, power_limit_w=None)
     told = {check.name: check for check in doctor.judged(replace(WELL, survey=bare))}
-    assert told["GPM"].value == "not known"
+    assert told["power"].value == "limit not readable"
     assert told["power"].value == "limit not readable"
 
 
@@ -210,8 +214,8 @@ def test_a_row_that_fails_hides_no_other():
 
 
 def test_several_gpus_are_told_apart():
-    survey = replace(SURVEY, gpus=(GPU, replace(GPU, others=(7,))))
-    assert row(replace(WELL, survey=survey), "other users").value == "GPU 1: 1 process(es)"
+    survey = replace(SURVEY, gpus=(GPU, replace(GPU, others="somebody")))
+    assert row(replace(WELL, survey=survey), "other users").value == "GPU 1: somebody"
     two = device(count=2, names=["A", "B"], capabilities=["9.0", "7.5"])
     lines = row(replace(WELL, torch=two), "devices").value.splitlines()
     assert [line.rpartition(", ")[2] for line in lines] == ["bf16 native", "bf16 emulated"]
@@ -282,13 +286,10 @@ def test_a_missing_package_needs_no_other_to_be_told(monkeypatch):
     assert row_of(checks, "torch").verdict is Verdict.BROKEN
 
 
-def test_what_nvml_tells_is_taken_over_whole(monkeypatch):
-    telemetry = ModuleType("autotune.telemetry")
-    telemetry.survey = lambda: SURVEY
-    monkeypatch.setattr(checkup.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(checkup.importlib, "import_module", {telemetry.__name__: telemetry}.get)
-    assert checkup._survey() == SURVEY
-    monkeypatch.setattr(checkup.importlib.util, "find_spec", lambda name: None)
+def test_nvml_is_asked_where_its_packages_are_there(monkeypatch):
+    monkeypatch.setattr(telemetry, "survey", lambda: SURVEY)
+    assert checkup._survey() is SURVEY
+    monkeypatch.setitem(sys.modules, "autotune.telemetry", None)  # as if psutil were missing
     assert checkup._survey() is None
 
 
