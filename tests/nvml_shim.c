@@ -2,7 +2,8 @@
  * call. A line is "key value"; "1.key value" is about GPU 1 alone. Keys that are not there have the
  * default given where they are used. "fail FUNCTION CODE" makes a function return that code,
  * "lost N" makes every call about a GPU after the N-th say that it is lost, "hang FUNCTION MS"
- * makes one slow. GPUs number "count" and above are MIG slices of GPU 0: known by UUID only.
+ * makes one slow, "1.gone 1" says that GPU 1 is lost. GPUs number "count" and above are MIG slices
+ * of GPU 0: known by UUID only.
  */
 #include <math.h>
 #include <stdio.h>
@@ -73,7 +74,7 @@ static int ask(const char *function) {
 
 #define GATE { int code = gate(__func__); if (code) return code; }
 #define ASK { int code = ask(__func__); if (code) return code; }
-#define WHOLE { ASK if (gpu->index >= setting("count", 1)) return NOT_SUPPORTED; }
+#define WHOLE { ASK if (number(gpu, "gone", 0)) return LOST; if (gpu->index >= setting("count", 1)) return NOT_SUPPORTED; }
 
 int nvmlInitWithFlags(unsigned flags) { (void)flags; GATE return OK; }
 int nvmlInit_v2(void) { GATE return OK; }

@@ -633,12 +633,14 @@ def test_devices_of_others_are_left_out_and_that_is_said(run):
         answer["free"] = picked()
         answer["first busy"] = picked("0.processes 1:3e9")
         answer["both busy"] = picked("processes 1:3e9")
+        answer["first lost"] = picked("0.gone 1")
         """,
         base=TWO,
     )
     holds = "1 other process holds 2.8 GiB"
     assert found["free"] == [0, []]
     assert found["first busy"] == [1, [f"left out: GPU 0, where {holds}"]]
+    assert found["first lost"] == [1, ["left out: GPU 0, where NVML says: GPU is lost"]]
     index, (note,) = found["both busy"]
     assert index == 0
     assert note == (

@@ -83,9 +83,11 @@ class Telemetry:
         return any(name in gpu.ways for gpu in self._chosen([index]) for name in names)
 
     def tenants(self, index: int) -> str:
-        """Who else uses a device, in words; "" if nobody does. For a time without a probe."""
+        """Why a device is not free, in words; "" if it is. For a time without a probe."""
         deadline_s = time.monotonic() + PASSING_S
         for gpu in self._chosen([index]):
+            if gpu.lost:
+                return f"NVML says: {gpu.lost}"
             while (users := users_of(gpu)).told:
                 if users.certain or time.monotonic() > deadline_s:
                     return users.told
@@ -93,7 +95,7 @@ class Telemetry:
         return ""
 
     def pick(self) -> int:
-        """The first device that nobody else uses; what is to be said about it is in `notes`."""
+        """The first device that is free; what is to be said about it is in `notes`."""
         index, said = self._first_free()
         self.notes += [said] if said else []
         if self.problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from ctypes import ArgumentError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,8 +79,8 @@ def answer(read: Callable[[], T]) -> T | None:
     except library.NVMLError as error:
         if error.value in (library.NVML_ERROR_GPU_IS_LOST, library.NVML_ERROR_RESET_REQUIRED):
             raise LostError(_sentence(error)) from None
-    except (AttributeError, TypeError, ValueError, LookupError, OSError):
-        pass
+    except (AttributeError, TypeError, ValueError, LookupError, OSError, ArgumentError):
+        pass  # other bindings of the same name, older or newer
     return None
 
 

@@ -119,6 +119,8 @@ class Users:
 
 def users_of(gpu: Gpu) -> Users:
     """Who uses a GPU while no probe runs: as listed, else as the memory in use betrays."""
+    if gpu.lost:
+        return Users(told="", certain=True)
     listed = _asked(partial(processes, gpu)) or []
     used = _asked(partial(used_bytes, gpu))
     kinship = {one.pid: is_descendant(one.pid) for one in listed}

@@ -123,7 +123,7 @@ class Watch:
     def _read(self) -> None:
         for gpu in self._gpus:
             if gpu.lost:
-                raise LostError(gpu.lost)
+                raise LostError(_told(gpu))
             self.watched.append(Watched(gpu))
         self._each(Watched.look)
         self._each(partial(Watched.round, tick=0, edge=True))
@@ -139,5 +139,10 @@ class Watch:
             try:
                 act(one)
             except LostError as error:
-                one.gpu.lost = f"GPU {one.gpu.index} ({one.gpu.name}): {error}"
-                raise LostError(one.gpu.lost) from None
+                one.gpu.lost = str(error)
+                raise LostError(_told(one.gpu)) from None
+
+
+def _told(gpu: Gpu) -> str:
+    """Which GPU was lost, and what NVML says."""
+    return f"GPU {gpu.index} ({gpu.name}): {gpu.lost}"
