@@ -133,6 +133,12 @@ class Guard:
         ]
         return max(lines, default=below[-1].least_bytes) + below[-1].other_bytes
 
+    def most_bytes(self, batch: int) -> float:
+        """What this size needs at most, if what is not resident grows at most in proportion."""
+        point = self.points[-1]
+        grows = (point.allocated_bytes - point.base_bytes) * batch / point.batch
+        return point.other_bytes + point.fragmented * (point.base_bytes + grows)
+
     def judge(self, batch: int, *, accumulates: bool = False) -> Judgement:
         """Whether a size must fit, cannot fit, or may be tried where failing does no harm."""
         if self.points and batch <= self.largest_safe:

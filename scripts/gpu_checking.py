@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from autotune.guard import CLOSE_ENOUGH, Guard, Point, step_point
 from autotune.machine import cpus_granted
 from autotune.metrics import METRICS, rate, throughput
 from autotune.steady import spread
@@ -252,25 +253,8 @@ def launching(bench: Bench, figures: Figures) -> None:
 
 # --- the guard ------------------------------------------------------------------------------------
 
-PHI = 1.02
-"""Least margin for fragmentation: reserved over allocated."""
-GROWTH = 16
-MOST_STEPS = 4
-
-
-def safe_bytes(batch: int, peak: int, resident: int, target: int) -> float:
-    """The most that a larger batch can take, from one that was measured.
-
-    What grows with the batch grows at most in proportion, what is resident stays.
-    """
-    return PHI * (resident + (peak - resident) * target / batch)
-
-
-def safe_batch(batch: int, peak: int, resident: int, limit: float) -> int:
-    """The largest batch that cannot pass the limit."""
-    if peak <= resident:
-        return batch
-    return math.floor(batch * (limit / PHI - resident) / (peak - resident))
+FIRST_BATCH = 32
+MOST_STEPS = 5
 
 
 def guard(bench: Bench, figures: Figures) -> None:
@@ -290,21 +274,23 @@ def guard(bench: Bench, figures: Figures) -> None:
 
 def climb(bench: Bench, lab: Lab, precision: str, limit: float, steps: list[Figures]) -> None:
     """Probe larger and larger batches; each step is noted as soon as it is known."""
-    batch, predicted = 8, None
+    batch, predicted = FIRST_BATCH, None
+    points: list[Point] = []
     wish = Wish(source=Source.CACHED, window_s=0.2, min_blocks=2, block_s=0.1)
     for _ in range(MOST_STEPS):
         config: dict[str, Value] = {"train.batch_size": batch, "train.precision": precision}
         outcome = lab.probe(config, wish, bench.clock)
         step = {"batch": batch, "predicted_bytes": predicted, **told_of(outcome)}
         steps.append(step)
-        measured = outcome.measurement
-        if measured is None or not measured.memory_bytes or measured.resident_bytes is None:
+        point = None if outcome.measurement is None else step_point(outcome.measurement, batch, 1)
+        if point is None:
             return
-        peak, resident = measured.memory_bytes, measured.resident_bytes
-        target = min(safe_batch(batch, peak, resident, limit), GROWTH * batch)
-        if target < 1.03 * batch:
+        points.append(point)
+        known = Guard.of(limit, points)
+        if known.largest_safe < CLOSE_ENOUGH * batch:
             return
-        batch, predicted = target, safe_bytes(batch, peak, resident, target)
+        batch = known.largest_safe
+        predicted = known.most_bytes(batch)
 
 
 def judge_climbs(climbs: dict[str, list[Figures]], figures: Figures) -> None:

@@ -5,13 +5,11 @@ by the launcher, as in a run. One model file serves all tests; what its steps do
 beside it, by each probe for itself.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from itertools import count
 from pathlib import Path
 
@@ -35,10 +33,6 @@ def cuda_here():
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda_here(), reason="no CUDA device here")]
-
-without_telemetry = pytest.mark.skipif(
-    importlib.util.find_spec("autotune.telemetry") is None, reason="NVML is not read yet"
-)
 
 JOB = '''
 import json, os, time
@@ -296,14 +290,10 @@ def test_a_ring_of_cached_batches_does_not_count_as_the_jobs_memory(bench):
     assert plain.memory_bytes > batch
 
 
-FRACTION = next((one.name for one in fields(ProbeSpec) if "fraction" in one.name), None)
-
-
-@pytest.mark.skipif(FRACTION is None, reason="no share of the memory can be given to a probe yet")
 def test_a_probe_takes_no_more_than_its_share_of_the_memory(bench):
     mode = {"share": 0.1}
-    assert bench.run(mode=mode, **{FRACTION: 0.2}).failure is None
-    failed = bench.run(mode=mode, **{FRACTION: 0.05}).failure
+    assert bench.run(mode=mode, memory_fraction=0.2).failure is None
+    failed = bench.run(mode=mode, memory_fraction=0.05).failure
     assert failed.status is Status.OUT_OF_MEMORY
 
 
@@ -326,7 +316,6 @@ def watched(tmp_path_factory):
     return [trial for trial in read_trials(folder / "run") if trial.ok and trial.end_to_end]
 
 
-@without_telemetry
 def test_nvmls_readings_are_attached_to_the_window(watched):
     measured = [trial.measurement for trial in watched if trial.stage is Stage.BASELINE][0]
     found = {name: METRICS[name].compute(measured) for name in ("gpu_util_pct", "power_w")}
@@ -335,7 +324,6 @@ def test_nvmls_readings_are_attached_to_the_window(watched):
     assert set(found.values()) != {None}
 
 
-@without_telemetry
 def test_energy_is_told_of_long_windows_only(watched):
     for measured in (trial.measurement for trial in watched if trial.stage is not Stage.INSPECT):
         long = (measured.end_ns - measured.start_ns) / 1e9 >= 10

@@ -91,21 +91,6 @@ def test_what_only_a_gpu_can_tell_is_skipped_and_so_is_what_has_no_time(tmp_path
     assert gpu_checking.attempt(late, bench, Clock(1)).reason == "no time left"
 
 
-def test_the_safe_batch_keeps_the_limit_exactly_where_memory_grows_in_proportion():
-    batch, resident, limit = 8, 1_000, 100_000
-    grows = 50  # bytes a sample
-    peak = resident + grows * batch
-    safe = gpu_checking.safe_batch(batch, peak, resident, limit)
-    assert gpu_checking.safe_bytes(batch, peak, resident, safe) <= limit
-    assert gpu_checking.safe_bytes(batch, peak, resident, safe + 1) > limit
-    # What does not grow makes the bound looser, never wrong.
-    constant = 700
-    safe = gpu_checking.safe_batch(batch, peak + constant, resident, limit)
-    real = resident + constant + grows * safe
-    assert real <= gpu_checking.safe_bytes(batch, peak + constant, resident, safe) <= limit
-    assert gpu_checking.safe_batch(batch, resident, resident, limit) == batch
-
-
 def step(real, predicted, status="ok"):
     return {"batch": 8, "memory_bytes": real, "predicted_bytes": predicted, "status": status}
 

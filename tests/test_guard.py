@@ -72,6 +72,16 @@ def climb(law, limit, first=1):
         sizes.append(safe)
 
 
+@given(resident, pieces, fragmentation, st.integers(1, 64), st.floats(1.0, 100.0))
+def test_what_a_size_needs_at_most_is_never_less_than_it_needs(base, parts, share, batch, times):
+    law = Convex(base, parts, share, other=300.0)
+    larger = math.ceil(times * batch)
+    most = Guard.of(1e9, [law.point(batch)]).most_bytes(larger)
+    # Fragmentation is taken as measured.
+    needs = law.peak(larger) * law.point(batch).fragmented + law.other
+    assert most >= needs * (1 - 1e-9)
+
+
 @given(resident, pieces, fragmentation, st.floats(0.0, 800.0), room, st.integers(1, 64))
 def test_no_size_that_is_proven_to_fit_overshoots(base, parts, fragmented, other, times, first):
     law = Convex(base, parts, fragmented, other)
