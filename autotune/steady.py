@@ -56,7 +56,7 @@ def rate_of(
             finish whole batches, several at a time.
         outside: Labels for what the blocks themselves do not show.
     """
-    first = len(blocks) // 2 if len(blocks) >= 2 * LEAST_COUNTED else 0
+    first = _first_counted(blocks)
     counted = blocks[first:]
     seconds = sum(block.seconds for block in counted)
     consumed = sum(block.consumed for block in counted)
@@ -71,8 +71,8 @@ def rate_of(
 
 
 def drift(blocks: Sequence[Block]) -> float:
-    """How much faster the second half was than the first, as a share; 0 for steady halves."""
-    rates = [block.consumed / block.seconds for block in blocks]
+    """How much faster the end of the counted half was than its beginning; 0 where it was steady."""
+    rates = [block.consumed / block.seconds for block in blocks[_first_counted(blocks) :]]
     if not all(rates) or _halves_agree(rates):
         return 0.0
     early, late = _halves(rates)
@@ -99,7 +99,7 @@ def surely_below(blocks: Sequence[Block], rate: float, looks: int) -> bool:
     """
     if len(blocks) < LEAST_BEATEN:
         return False
-    counted = blocks[len(blocks) // 2 :] if len(blocks) >= 2 * LEAST_COUNTED else blocks
+    counted = blocks[_first_counted(blocks) :]
     rates = [block.consumed / block.seconds for block in counted]
     return fmean(rates) + spread(rates, 1 - 0.05 / max(looks, 1)) < rate
 
@@ -109,6 +109,10 @@ def spread(values: Sequence[float], confidence: float = CONFIDENCE) -> float:
     if len(values) < 2:
         return math.inf
     return _quantile(len(values), confidence) * stdev(values) / math.sqrt(len(values))
+
+
+def _first_counted(blocks: Sequence[Block]) -> int:
+    return len(blocks) // 2 if len(blocks) >= 2 * LEAST_COUNTED else 0
 
 
 def _widened(

@@ -119,8 +119,8 @@ def test_workers_that_deliver_nothing_are_counted(bench):  # noqa: F811
     job = bench(ONLY_THE_FIRST)
     alone = job.measure({"loader.num_workers": 1})
     several = job.measure({"loader.num_workers": 3})
-    assert alone.notes == ()
-    assert several.notes == ("2 of 3 workers delivered nothing",)
+    assert not any("delivered" in note for note in alone.notes)
+    assert "2 of 3 workers delivered nothing" in several.notes
 
 
 @pytest.mark.skipif(

@@ -167,7 +167,7 @@ def check_finished(run, out):
 def test_an_interrupted_run_goes_on_too(cli, tmp_path):
     write(tmp_path / "job.py", MODEL)
     run = tmp_path / "run"
-    process = start(cli, "loader.num_workers=0", "--max-probes", "5", budget="15s")
+    process = start(cli, "loader.num_workers=0", "--max-probes", "5")
     wait_for_rows(run, 2)
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130

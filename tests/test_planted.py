@@ -118,7 +118,7 @@ def test_where_no_knob_matters_yours_are_kept(tune):
 
 
 def test_the_batch_stops_below_the_size_that_fails(tune):
-    run = tune("fails_above:OutOfMemory", "25s", space=ONLY_BATCH, global_batch="free")
+    run = tune("fails_above:OutOfMemory", "35s", space=ONLY_BATCH, global_batch="free")
     assert answer(run)["train.batch_size"] == 48
     failing = rows_with(run, train_batch_size=64)
     assert set(failing.status) == {"out_of_memory"}

@@ -230,7 +230,7 @@ def test_a_speed_that_changes_within_the_window_is_told(bench):
     """
     measured = bench(slowing).measure(max_window_s=0.6, block_s=0.02)
     assert Label.NOT_STEADY in rate(measured).labels
-    assert "% slower than the first" in measured.notes[0]
+    assert "% slower towards the end" in measured.notes[0]
 
 
 def test_a_window_lasts_as_long_as_is_asked_at_least(bench):

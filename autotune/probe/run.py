@@ -264,8 +264,7 @@ def _notes(window: Window, source: LoaderSource | CachedSource) -> tuple[str, ..
     change = drift(window.blocks)
     if abs(change) > DRIFT_TOLD:
         word = "slower" if change < 0 else "faster"
-        half = f"its window's second half ran {100 * abs(change):.0f} % {word} than the first"
-        notes.append(half)
+        notes.append(f"its speed still changed: {100 * abs(change):.0f} % {word} towards the end")
     if source.idle_workers:
         notes.append(f"{source.idle_workers} of {source.workers} workers delivered nothing")
     return tuple(notes)
