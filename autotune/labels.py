@@ -17,8 +17,8 @@ IDLE_SHARE = 0.10
 COLD_SHARE = 0.05
 """Share of what was read that came from storage, above which the page cache was cold."""
 COLD_BYTES = 2**20
-BALANCED_WAITS = (0.01, 0.10)
-"""Shares of waiting for workers between which neither half decides alone (METHODS 1.4)."""
+BALANCED = (0.05, 0.95)
+"""Shares of batches that nothing lay ready for: full queues show almost none, empty ones all."""
 UNSURE = frozenset({Label.CONTENDED, Label.THROTTLED, Label.COLD, Label.NOT_STEADY})
 """Labels of a ceiling that bounds nothing: in another state more may be possible."""
 
@@ -47,11 +47,10 @@ def _is_cold(measurement: Measurement) -> bool:
 
 def _is_balanced(measurement: Measurement) -> bool:
     """Loader and device are about as fast as each other: which one waits is chance."""
-    seconds = sum(block.seconds for block in measurement.blocks)
-    if not measurement.workers or seconds <= 0:
+    if not measurement.workers or not measurement.batches:
         return False
-    waited = sum(block.wait_s for block in measurement.blocks) / seconds
-    return BALANCED_WAITS[0] < waited < BALANCED_WAITS[1]
+    starved = sum(block.starved for block in measurement.blocks) / measurement.batches
+    return BALANCED[0] < starved < BALANCED[1]
 
 
 LABELS: dict[Label, Callable[[Measurement], bool]] = {

@@ -7,7 +7,7 @@ import math
 from autotune import guard
 from autotune.halves import SLACK, WORTH, Halves
 from autotune.knobs import MOST_WORKERS
-from autotune.metrics import rate
+from autotune.metrics import BETWEEN_PROCESSES, rate
 from autotune.scene import Ask, Plan, speed_of
 from autotune.space import PREFETCH, WORKERS
 from autotune.types import Estimate, Sink, Stage, Status, whole
@@ -149,7 +149,8 @@ class LoaderLadder:
             return False
         bound = self.halves.device_bound(self.halves.base)
         gain = max(0.0, bound / self._made_with_own_loader(device) - 1)
-        if gain >= WORTH - 1:
+        # Part of the bound is only what any two processes differ by.
+        if gain >= WORTH - 1 + BETWEEN_PROCESSES:
             return False
         self.scene.leave_out(f"loader settings can gain at most {100 * gain:.1f} %: not searched")
         return True

@@ -299,6 +299,8 @@ class Block:
     produced: int
     wait_s: float
     steps: int
+    starved: int = 0
+    """Batches that were asked for while none lay ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ OWN = Config({"loader.num_workers": 0})
 FED = Config({"loader.num_workers": 2})
 
 EXAMPLES = {
-    Label.BALANCED: ({"workers": 2, "wait": 0.05}, {"workers": 2, "wait": 0.2}),
+    Label.BALANCED: ({"workers": 2, "starved": 0.3}, {"workers": 2, "starved": 0.97}),
     Label.NOT_STEADY: ({"unsettled": ("device memory",)}, {"unsettled": ()}),
     Label.CONTENDED: (
         {"cpu_s": 4.0, "others_cpu_s": 6.0, "idle_cpu_s": 0.1},
@@ -36,11 +36,12 @@ EXAMPLES = {
 """For each label: facts for which it holds, and facts for which it just does not."""
 
 
-def made(rate=100.0, *, wait=0.0, **changes):
-    """A measurement whose steps wait for a share of their time."""
+def made(rate=100.0, *, starved=0.0, **changes):
+    """A measurement in which nothing lay ready for a share of the batches."""
     known = measurement(rate, **changes)
-    blocks = tuple(replace(block, wait_s=wait * block.seconds) for block in known.blocks)
-    return replace(known, blocks=blocks)
+    each = round(starved * 1000)
+    blocks = tuple(replace(block, starved=each) for block in known.blocks)
+    return replace(known, blocks=blocks, batches=1000 * len(blocks))
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -54,7 +55,7 @@ def test_every_label_holds_where_it_should_and_only_there(label):
 @pytest.mark.parametrize("label", LABELS)
 def test_a_labelled_row_keeps_its_number_and_covers_both_halves(label):
     holds, _ = EXAMPLES[label]
-    drifting = [made(100 + 0.2 * n, wait=holds.get("wait", 0.0)).blocks[0] for n in range(12)]
+    drifting = [made(100 + 0.2 * n, starved=holds.get("starved", 0.0)).blocks[0] for n in range(12)]
     calm = rate(replace(made(), blocks=tuple(drifting)))
     marked = rate(replace(made(**holds), blocks=tuple(drifting)))
     assert marked.estimate.value == calm.estimate.value

@@ -122,6 +122,7 @@ class Loop:
         source = self.source
         consumed, produced = source.consumed, source.produced
         waited, restarts = source.waited_s, len(source.restarts_s)
+        starved = source.starved
         together = self._steps_per_round()
         start, begun = self.clock.edge(), time.perf_counter()
         loss, steps = None, 0
@@ -138,6 +139,7 @@ class Loop:
         waited = source.waited_s - waited
         consumed = source.consumed - consumed
         produced = source.produced - produced
+        starved = source.starved - starved
 
         def read() -> Block:
             gap = self.clock.gap_s(gaps)
@@ -147,6 +149,7 @@ class Loop:
                 produced=produced,
                 wait_s=max(0.0, waited if gap is None else gap - border),
                 steps=steps,
+                starved=starved,
             )
 
         return read

@@ -59,15 +59,18 @@ class Counted:
             counted = int(self.count_samples(batch))
         worker = get_worker_info()
         slot = 0 if worker is None else 1 + worker.id % MOST_WORKERS
-        if self._slots is None:
-            self._slots = self.made.numpy()
-        self._slots[slot] += counted
+        self._numbers()[slot] += counted
         return counted, batch
 
     @property
     def produced(self) -> int:
         """Samples made so far, by all workers."""
-        return int(self.made.sum())
+        return int(self._numbers().sum())
+
+    def _numbers(self) -> Any:
+        if self._slots is None:
+            self._slots = self.made.numpy()
+        return self._slots
 
 
 class LoaderSource:
@@ -82,6 +85,8 @@ class LoaderSource:
         self.workers = self.loader.num_workers
         self.non_blocking = bool(self.loader.pin_memory)
         self.waited_s = 0.0
+        self.starved = 0
+        """Batches that were asked for while none lay ready."""
         self.consumed = 0
         self.restarts_s: list[float] = []
         self.epoch_samples: int | None = None
@@ -116,6 +121,7 @@ class LoaderSource:
             (count, batch), self._held = self._held, None
         else:
             assert self._iterator is not None
+            self.starved += self.produced <= self.consumed
             try:
                 count, batch = next(self._iterator)
             except StopIteration:
@@ -154,6 +160,7 @@ class CachedSource:
 
     workers = 0
     idle_workers = 0
+    starved = 0
     non_blocking = False
     epoch_samples: int | None = None
 
