@@ -15,8 +15,8 @@ FINALS_RESERVED = 6
 ONE_ROUND = 2
 """The same once: what the first candidate may not take from them."""
 LEAST_TIMEOUT_S = 20.0
-LEAST_WINDOW_S = 1.0
-"""Four blocks: fewer carry no interval."""
+LEAST_WINDOW_S = 0.75
+"""Three blocks: fewer carry no interval."""
 LIKE_FINALS = 3
 """The newest probes, from whose cost that of the finals is foreseen."""
 CLOSING = frozenset({Stage.FINAL, Stage.PATH})

@@ -127,7 +127,7 @@ def kill(process):
 def test_a_killed_run_leaves_no_process_and_goes_on(cli, tmp_path):
     write(tmp_path / "job.py", WITH_WORKERS)
     run = tmp_path / "run"
-    process = start(cli, "--sampler", "random", budget="24s")
+    process = start(cli, "--sampler", "random", "--max-probes", "8", budget="60s")
     wait_for_rows(run, 2)
     too_early = cli("--resume", "run")
     assert (too_early.code, too_early.out) == (2, "")
