@@ -69,8 +69,8 @@ def memory_granted() -> int:
     """Bytes of memory that this process may use: the machine's, or the cgroup's limit."""
     limits = [int(psutil.virtual_memory().total)]
     for folder in _groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read(folder / name)
+        for limit, _ in CGROUP_MEMORY:
+            text = _read(folder / limit)
             if text.isdigit():
                 limits.append(int(text))
     return min(limits)

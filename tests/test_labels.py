@@ -1,20 +1,26 @@
 """What qualifies a row besides its own blocks, and what the operating system tells about it."""
 
+import math
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import finals, measurement, trial
 
 from autotune import diagnosis
-from autotune.labels import LABELS, outside_labels
+from autotune.halves import Halves
+from autotune.labels import LABELS, UNSURE, outside_labels
 from autotune.metrics import SPEED, rate, throughput
 from autotune.pareto import pool, ratio
 from autotune.probe import host
+from autotune.probe.clocks import counters_for
+from autotune.staged import again_if_cold
 from autotune.types import Config, Label, Stage
 
 MIB = 2**20
@@ -90,6 +96,34 @@ def test_the_pooled_speed_is_that_of_one_state():
     rows = [*cold(finals(OWN, [50.0])), *finals(OWN, [1.0, 100.0, 102.0])[1:]]
     assert pool(rows)[OWN].speed.value == pytest.approx(101.0)
     assert pool(cold(finals(OWN, [50.0, 52.0])))[OWN].speed.value == pytest.approx(51.0)
+
+
+def test_a_ceiling_that_was_disturbed_bounds_nothing():
+    halves = Halves(scene=None, start=OWN, base=OWN)
+    calm = trial(OWN, 100.0, stage=Stage.LOADER)
+    for label in UNSURE:
+        halves.loader = {0: calm, 2: replace(calm, labels=(label,))}
+        assert 100 <= halves.loader_bound(0) < 120
+        assert halves.loader_bound(2) == math.inf
+    halves.device = {OWN: throughput(calm.measurement), FED: throughput(calm.measurement)}
+    halves.unsure = {FED}
+    assert 100 <= halves.device_bound(OWN) < 120
+    assert halves.device_bound(FED) == math.inf
+
+
+@pytest.mark.parametrize(("labels", "asked"), [((Label.COLD,), 1), ((Label.NOISY,), 0), ((), 0)])
+def test_a_cold_baseline_is_measured_again_and_no_other(labels, asked):
+    row = replace(trial(OWN, stage=Stage.BASELINE), labels=labels)
+    scene = SimpleNamespace(
+        space=SimpleNamespace(baseline=OWN), row_of=lambda config: row, may_probe=lambda stage: True
+    )
+    asks = list(again_if_cold(scene))
+    assert [(ask.config, ask.stage) for ask in asks] == [(OWN, Stage.BASELINE)] * asked
+
+
+def test_an_allocator_that_tells_nothing_is_no_growth():
+    read = counters_for(torch.device("meta"))  # a device that counts nothing
+    assert list(read()) == ["compiled graphs"]
 
 
 # --- the diagnosis prefers what was measured undisturbed ------------------------------------------

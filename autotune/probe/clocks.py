@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from autotune.probe.memory import allocator_stats
+
 RUN_AHEAD = 2
 """Steps that the host may be ahead of the device."""
 
@@ -145,17 +147,20 @@ def clock_for(device: torch.device) -> Clock:
 
 Counters = Callable[[], dict[str, int]]
 
+ALLOCATORS = {
+    "device memory": "reserved_bytes.all.current",
+    "allocator retries": "num_alloc_retries",
+}
+"""Of what the allocator counts: our name, and its."""
+
 
 def counters_for(device: torch.device) -> Counters:
     """Reads what must stand still in a steady state."""
 
     def read() -> dict[str, int]:
-        found = {"compiled graphs": _compiled_graphs()}
-        if device.type != "cpu":
-            stats = torch.accelerator.memory_stats(device)
-            found["device memory"] = int(stats.get("reserved_bytes.all.current", 0))
-            found["allocator retries"] = int(stats.get("num_alloc_retries", 0))
-        return found
+        stats = allocator_stats(device)
+        known = {name: stats[field] for name, field in ALLOCATORS.items() if field in stats}
+        return {"compiled graphs": _compiled_graphs(), **known}
 
     return read
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from autotune.probe.batches import leading, mapped, moved, size_bytes
 from autotune.probe.setup import Setup
 from autotune.probe.sinks import Train
-from autotune.probe.sources import LoaderSource, NoBatchesError, stock_batch
+from autotune.probe.sources import LoaderSource, NoBatchesError, plain_loader, stock_batch
 from autotune.probe.workload import LOADER_ARGUMENTS, Workload, accepted
 from autotune.types import ProbeSpec, WorkloadFacts
 
@@ -297,8 +297,7 @@ def _of_size(setup: Setup, batch_size: int) -> Setup:
 def _stocked(
     workload: Workload, setup: Setup, samples: list[Any], first: int, size: int, train: Train
 ) -> Any:
-    plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
-    loader = workload.loader(plain, torch.Generator().manual_seed(0))
+    loader = plain_loader(workload, setup, 0)
     if not samples:
         for batch in loader:
             return moved(batch, train.device, non_blocking=False)

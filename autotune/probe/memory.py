@@ -100,9 +100,7 @@ class DeviceMemory:
         return None if now is None or not early else now > early[-1]
 
     def _stats(self) -> Mapping[str, int]:
-        if self._device.type == "cpu":
-            return {}
-        return _guarded(lambda: torch.accelerator.memory_stats(self._device)) or {}
+        return allocator_stats(self._device)
 
     def _outside(self) -> int | None:
         """Bytes in use on the device that our allocator does not hold."""
@@ -111,6 +109,13 @@ class DeviceMemory:
             return None
         free, total = info
         return max(0, total - free - (self._stats().get("reserved_bytes.all.current") or 0))
+
+
+def allocator_stats(device: torch.device) -> Mapping[str, int]:
+    """What the allocator counts; empty on the CPU, and where this kind of device cannot tell."""
+    if device.type == "cpu":
+        return {}
+    return _guarded(lambda: torch.accelerator.memory_stats(device)) or {}
 
 
 def total_bytes(device: torch.device) -> int | None:

@@ -27,6 +27,7 @@ from autotune.probe.sources import (
     CachedSource,
     LoaderSource,
     longest_first,
+    plain_loader,
     read_stock,
     stock_batch,
 )
@@ -172,8 +173,7 @@ class Probe:
         """
         self._enter("first step")
         seed_everything(self.spec.seed)
-        plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
-        loader = workload.loader(plain, torch.Generator().manual_seed(self.spec.seed))
+        loader = plain_loader(workload, setup, self.spec.seed)
         samples = read_stock(self.spec)
         if not samples:
             return self._first_step_unstocked(sink, iter(loader)), None
@@ -205,8 +205,7 @@ class Probe:
         if not samples:
             return
         self._enter("longest samples")
-        plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
-        loader = workload.loader(plain, torch.Generator().manual_seed(self.spec.seed))
+        loader = plain_loader(workload, setup, self.spec.seed)
 
         def draw() -> object:
             _, batch = stock_batch(workload, loader, samples, 0, setup.batch_size)

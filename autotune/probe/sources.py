@@ -209,19 +209,26 @@ SOURCES: dict[str, type[LoaderSource] | type[CachedSource]] = {
 
 def read_stock(spec: ProbeSpec) -> list[Any]:
     """The dataset's first samples, in order, as the inspecting probe stored them."""
-    if spec.stock is None:
-        return []
-    with Path(spec.stock).open("rb") as file:
-        return [pickle.loads(sample) for sample in pickle.load(file)]
+    return [pickle.loads(sample) for sample in _pickled(spec)]
 
 
 def longest_first(spec: ProbeSpec) -> list[Any]:
     """The same samples, those first that take most bytes."""
+    return [pickle.loads(sample) for sample in sorted(_pickled(spec), key=len, reverse=True)]
+
+
+def _pickled(spec: ProbeSpec) -> list[bytes]:
     if spec.stock is None:
         return []
     with Path(spec.stock).open("rb") as file:
-        pickled: list[bytes] = pickle.load(file)
-    return [pickle.loads(sample) for sample in sorted(pickled, key=len, reverse=True)]
+        samples: list[bytes] = pickle.load(file)
+    return samples
+
+
+def plain_loader(workload: Workload, setup: Setup, seed: int) -> DataLoader[Any]:
+    """The user's loader in this process, nothing pinned."""
+    plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
+    return workload.loader(plain, torch.Generator().manual_seed(seed))
 
 
 def stock_batch(
@@ -241,8 +248,7 @@ def ring_of(
 ) -> list[tuple[int, Any]]:
     """Up to eight batches; as many as the stock fills, at least one."""
     samples = read_stock(spec)
-    plain = {**setup.loader, "num_workers": 0, "pin_memory": False}
-    loader = workload.loader(plain, torch.Generator().manual_seed(spec.seed))
+    loader = plain_loader(workload, setup, spec.seed)
     if not samples:
         drawn = itertools.islice(_endless(loader), RING)
         batches = [(workload.count(batch) or leading(batch), batch) for batch in drawn]
