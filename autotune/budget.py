@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from autotune.types import REFUSED, Sink, Stage, Trial
@@ -35,11 +35,17 @@ class Budget:
         total_s: Seconds that the run may take.
         most: Probes that may be launched, the inspecting one apart; None for any number.
         trials: The run's rows, which grow while it goes on.
-        started_s: When it began, on the monotonic clock.
+        started_s: When it began, on that clock.
+        now: The clock, in seconds.
     """
 
     def __init__(
-        self, total_s: float, most: int | None, trials: Sequence[Trial], started_s: float
+        self,
+        total_s: float,
+        most: int | None,
+        trials: Sequence[Trial],
+        started_s: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_s = total_s
         self.turned_down = ""
@@ -51,11 +57,12 @@ class Budget:
         self._most = most
         self._trials = trials
         self._started_s = started_s
+        self._now = now
 
     @property
     def spent_s(self) -> float:
         """Seconds spent, those of an interrupted run included."""
-        return time.monotonic() - self._started_s + self.spent_before_s
+        return self._now() - self._started_s + self.spent_before_s
 
     @property
     def left_s(self) -> float:

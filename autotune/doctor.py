@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.checkup import Limits, Surroundings, look
 from autotune.precision import AMPERE
+from autotune.types import GIB
 
 if TYPE_CHECKING:
     from autotune.telemetry import SurveyedGpu
 
-GIB = 1024**3
 
 FEW_SHM_BYTES = GIB
 """Containers get 64 MiB: some batches of images fill that."""

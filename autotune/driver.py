@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from autotune import causes, pareto, scene, search, space, store
-from autotune.budget import Budget, probed
+from autotune import causes, pareto, scene, space, store
+from autotune.budget import Budget
+from autotune.course import Aim, Course, depends_on_size
 from autotune.errors import DiskFullError, NothingRanError
-from autotune.evidence import judged
-from autotune.fitting import why_unfit
+from autotune.evidence import Rows
 from autotune.launcher import OOM_KILLED, Launcher
 from autotune.machine import machine_of
 from autotune.measuring import Prober
@@ -41,11 +40,8 @@ from autotune.types import (
 
 _KEPT_WHEN_LOST = "the device was lost before anything else was verified"
 _BEST_WHEN_LOST = "the best measured before the device was lost; it is not verified"
-NOTHING_PAYS = "nothing more can pay"
 FINISHED = "finished"
 """What run.json calls a run that ended by itself."""
-SAME_FAULT = 3
-"""Failures of the first probes, all with one cause, that end the run."""
 SMALLER = 8
 """How many times smaller the next micro-batch is, where the first may be too large to inspect."""
 
@@ -130,11 +126,10 @@ class Job:
             state.checked.budget_s, state.checked.options.max_probes, state.trials, started
         )
         self.prober = Prober(state, launcher, self.budget, self.stop)
-        self._lost = False
-        """Whether the device is gone, so that nothing can be measured any more."""
         self._stored: deque[Trial] = deque()
-        self._measured: list[Trial] = []
-        """The rows as they are on disk; those of the state are judged by each other."""
+        self._rows = Rows(state.trials)
+        self._course: Course | None = None
+        """The search, once it is known what may be tried."""
         self._store: store.Store | None = None
 
     def run(self, *, resumed: bool) -> RunState:
@@ -170,7 +165,7 @@ class Job:
         return self.state
 
     def _where_it_stands(self) -> str:
-        folder, rows = self.state.folder, len(self._measured)
+        folder, rows = self.state.folder, len(self._rows.measured)
         return (
             f"{folder}: the disk is full; {rows} finished rows are kept in study.db. "
             f"Make room, then go on with --resume {folder}"
@@ -207,26 +202,26 @@ class Job:
         state.space = space.resolve(
             state.checked.request, state.model_facts.current, self.goal, state.machine, facts
         )
-        view = scene.Scene(
+        self._course = course = Course(
             space=state.space,
-            objective=state.checked.objectives[0],
-            limits=state.checked.limits,
+            aim=Aim(
+                objective=state.checked.objectives[0],
+                limits=state.checked.limits,
+                min_gain=state.checked.min_gain,
+            ),
+            purse=self.budget,
             seed=state.checked.options.seed,
-            affords=self.budget.affords,
-            ambiguous=self._is_ambiguous,
-            answer=self._answer_so_far,
-            trials=state.trials,
+            rows=self._rows,
             not_explored=state.not_explored,
         )
         self._refuse(state.space)
         baseline = self.measure(
             scene.Ask(config=state.baseline, stage=Stage.BASELINE, why=state.baseline_name)
         )
-        if self._ends_all(baseline):
-            return
-        self._say_price(baseline)
-        self._drive(search.plan(state.checked.options.sampler, view))
-        state.stopped_because = state.stopped_because or self.budget.turned_down or NOTHING_PAYS
+        if not course.ends_with(baseline):
+            self._say_price(baseline)
+            course.run(state.checked.options.sampler, self.measure)
+        state.stopped_because = course.stopped_because
 
     def _inspect(self) -> WorkloadFacts:
         """Run the inspecting probe; where a fork may be to blame, again from scratch."""
@@ -273,18 +268,7 @@ class Job:
         count = int(self.budget.left_s / cost)
         self.listener.note(f"a probe costs about {cost:.1f} s; the budget pays for about {count}")
 
-    # --- the loop ---
-
-    def _drive(self, plan: scene.Plan) -> None:
-        try:
-            ask = next(plan)
-            while True:
-                trial = self.measure(ask)
-                if self._ends_all(trial):
-                    return
-                ask = plan.send(trial)
-        except StopIteration:
-            return
+    # --- rows ---
 
     def measure(self, ask: scene.Ask) -> Trial:
         """The row of an ask: stored by an interrupted run, or measured now."""
@@ -303,14 +287,9 @@ class Job:
         """The row, on disk as it was measured, as the rows so far let it be judged."""
         assert self._store is not None
         self._store.add(trial)
-        self._take(trial)
-        self.listener.row(self.state.trials[-1], self.state)
-        return self.state.trials[-1]
-
-    def _take(self, trial: Trial) -> None:
-        self._measured.append(trial)
-        # In place: search and budget look at this very list.
-        self.state.trials[:] = judged(self._measured)
+        kept = self._rows.take(trial)
+        self.listener.row(kept, self.state)
+        return kept
 
     def _take_stored(self, ask: scene.Ask) -> Trial | None:
         """A row that an interrupted run left, as if it had just been measured."""
@@ -341,73 +320,9 @@ class Job:
 
     def _replay(self, trial: Trial) -> Trial:
         self._stored.remove(trial)
-        self._take(trial)
         # Row by row: with all of it spent at once, the search would take another way than before.
         self.budget.spent_before_s += trial.probe_s
-        return self.state.trials[-1]
-
-    def _ends_all(self, trial: Trial) -> bool:
-        """Whether no probe after this one can make sense; why is noted."""
-        if trial.status is Status.DEVICE_LOST:
-            self._lost = True
-            self.state.stopped_because = f"the device was lost ({trial.reason})"
-            self.state.not_explored.append("what was left to measure when the device was lost")
-        elif self._is_hopeless():
-            self.state.stopped_because = f"every probe fails: {trial.reason}"
-        return bool(self.state.stopped_because)
-
-    def _is_hopeless(self) -> bool:
-        """Whether everything so far failed for the same reason, and no knob can help it."""
-        trials = probed(self.state.trials)
-        ran = [t for t in trials if t.stage is not Stage.INSPECT and t.sink is Sink.TRAIN]
-        if len(ran) < SAME_FAULT or any(t.ok for t in ran):
-            return False
-        if len({causes.cause_of(t) for t in ran}) > 1:
-            return False
-        return not _depends_on_size(ran[0]) or self._failed_at_the_smallest(ran)
-
-    def _failed_at_the_smallest(self, ran: Sequence[Trial]) -> bool:
-        assert self.state.space is not None
-        known = self.state.space
-        sizes = [whole(value) for value in known.values.get(space.BATCH, ()) if value]
-        return min(known.micro_batch(t.config) for t in ran) <= min(sizes, default=1)
-
-    # --- the answer ---
-
-    def _answer_so_far(self) -> Config:
-        answer = self._decide()
-        return self.state.baseline if answer is None else answer.config
-
-    def _decide(self) -> pareto.Answer | None:
-        state = self.state
-        if state.space is None:
-            return None
-        limits = state.checked.limits
-        unfit = {
-            t.config for t in state.trials if t.end_to_end and why_unfit(t, state.space, limits)
-        }
-        allowed = {
-            trial.config: state.space.admits(trial.config) and trial.config not in unfit
-            for trial in state.trials
-        }
-        return pareto.decide(
-            state.trials,
-            state.baseline,
-            allowed,
-            objective=state.checked.objectives[0],
-            limits=limits,
-            min_gain=state.checked.min_gain,
-        )
-
-    def _is_ambiguous(self) -> bool:
-        """Whether the interval of the speed-up holds the least gain worth a change."""
-        state = self.state
-        finals = {t.config for t in state.trials if t.stage is Stage.FINAL}
-        for config in finals - {state.baseline}:
-            gain = pareto.ratio(state.trials, config, state.baseline, state.checked.objectives[0])
-            if gain is not None and gain.low <= 1 + state.checked.min_gain < gain.high:
-                return True
-        return False
+        return self._rows.take(trial)
 
     # --- the files ---
 
@@ -415,53 +330,27 @@ class Job:
         state = self.state
         self._take_all_stored()
         state.tuning_s = round(self.budget.spent_s, 3)
-        state.answer = self._decide()
+        course = self._course
+        state.answer = None if course is None else course.decide()
         front = pareto.front(list(pareto.pool(state.trials).values()), state.checked.objectives)
         store.write_tables(state.folder, state.trials, front)
-        if not verified:
-            state.answer = self._best_so_far() or state.answer
-        elif self._lost and state.answer is not None and not state.answer.verified:
+        lost = course is not None and course.lost
+        if course is not None and not verified and not (state.answer and state.answer.verified):
+            state.answer = course.best_so_far() or state.answer
+        elif lost and state.answer is not None and not state.answer.verified:
             told = _KEPT_WHEN_LOST if state.answer.keep else _BEST_WHEN_LOST
             state.answer = replace(state.answer, reason=told)
         if state.answer is not None:
             write_answer(state, verified=verified)
             write_atomically(state.folder / "summary.md", summary(state))
             write_diagnosis(state)
-        ended = verified and not self._lost  # a lost device may come back, and the run go on
+        ended = verified and not lost  # a lost device may come back, and the run go on
         if ended and (stock := self.prober.stock()) is not None:
             Path(stock).unlink(missing_ok=True)
         self._write_run(FINISHED if ended else "interrupted")
 
-    def _best_so_far(self) -> pareto.Answer | None:
-        """What an interrupted run leaves, if nothing was verified yet."""
-        state, objective = self.state, self.state.checked.objectives[0]
-        if state.space is None or (state.answer is not None and state.answer.verified):
-            return None
-        known = {
-            config: value
-            for config, point in pareto.pool(state.trials).items()
-            if state.space.admits(config)
-            and all(limit.holds(point.value(limit.metric)) for limit in state.checked.limits)
-            and (value := point.value(objective)) is not None
-        }
-        if not known:
-            return None
-        return pareto.Answer(
-            keep=False,
-            config=min(known, key=lambda config: objective.cost(known[config])),
-            speedup=None,
-            verified=False,
-            reason="interrupted: the best row so far, not verified",
-        )
-
     def _write_run(self, status: str) -> None:
         write_content(self.state.folder, run_content(self.state, self.goal, status))
-
-
-def _depends_on_size(trial: Trial) -> bool:
-    """Whether a smaller micro-batch may run although this one does not."""
-    suspect = None if trial.failure is None else trial.failure.suspect
-    return trial.status is Status.OUT_OF_MEMORY or suspect is not None
 
 
 def _smaller(inspected: Trial) -> Config | None:
@@ -471,7 +360,7 @@ def _smaller(inspected: Trial) -> Config | None:
     process can.
     """
     size = whole(inspected.config.get(space.BATCH))
-    if inspected.ok or not _depends_on_size(inspected) or size <= 1:
+    if inspected.ok or not depends_on_size(inspected) or size <= 1:
         return None
     return inspected.config.but({space.BATCH: max(1, size // SMALLER)})
 

@@ -67,6 +67,24 @@ RULES = (
 )
 
 
+class Rows:
+    """Rows as they were measured, and as all of them together let each one be judged.
+
+    Args:
+        judged: Is filled in place: search and budget look at this very list.
+    """
+
+    def __init__(self, judged: list[Trial] | None = None) -> None:
+        self.measured: list[Trial] = []
+        self.judged: list[Trial] = [] if judged is None else judged
+
+    def take(self, trial: Trial) -> Trial:
+        """A new row, as it is judged now."""
+        self.measured.append(trial)
+        self.judged[:] = judged(self.measured)
+        return self.judged[-1]
+
+
 def judged(trials: Sequence[Trial]) -> list[Trial]:
     """The rows, with every suspicion decided by what all of them show.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autotune import guard
 from autotune.guard import Guard, Judgement, Point
-from autotune.metrics import GIB, Limit
+from autotune.metrics import Limit
 from autotune.space import Space
-from autotune.types import Measurement, Trial
+from autotune.types import DEVICE_MEMORY, GIB, Measurement, Trial
 
 MakePoint = Callable[[Measurement, int, int], Point | None]
 
@@ -88,7 +88,7 @@ def why_unfit(trial: Trial, space: Space, limits: Sequence[Limit]) -> str:
         return ""
     if reason := guard.why_tight(measured):
         return reason
-    still_grows = guard.LONGER_TO_COME if measured.reserved_grew else 1.0
+    still_grows = guard.LONGER_TO_COME if DEVICE_MEMORY in measured.unsettled else 1.0
     for bound in bounds(space, limits, measured):
         held, most = bound.held(measured), still_grows * bound.limit_bytes
         if held is not None and held > most:

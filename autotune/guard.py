@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from autotune.types import Measurement, Trial, WorkloadFacts
+from autotune.types import GIB, Measurement, Trial, WorkloadFacts
 
-GIB = 1024**3
 MOST_USED = 0.92
 """Share of a device's memory that is planned with: the rest is for what no allocator counts."""
 LEAST_FRAGMENTED = 1.02

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import psutil
 
-from autotune.types import ProbeSpec
+from autotune.shm import shm_used
+from autotune.types import GIB, ProbeSpec
 
-GIB = 1024**3
 CLEARLY = 1.02
 """A reading is above a limit only from here on: it is cheap, not exact."""
 PROC = Path("/proc")
@@ -126,12 +126,3 @@ def _listed_by_psutil(pid: int) -> list[int]:
         return [process.pid for process in psutil.Process(pid).children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def shm_used() -> int:
-    """Used bytes of /dev/shm, unlinked files included; 0 where there is none."""
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError:
-        return 0
-    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize

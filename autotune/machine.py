@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from autotune.shm import shm_free
 from autotune.types import Machine
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -116,15 +117,6 @@ def _groups(controller: str) -> Iterator[Path]:
             continue
         folder = root / path.lstrip("/")
         yield from (group for group in (folder, *folder.parents) if root in (group, *group.parents))
-
-
-def shm_free() -> int:
-    """Free bytes of /dev/shm; 0 where there is none."""
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
 
 
 def _entry(device_facts: Mapping[str, Any], name: str, index: int) -> Any:

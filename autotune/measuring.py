@@ -13,15 +13,17 @@ from autotune import guard, space
 from autotune.budget import Budget
 from autotune.knobs import environment_of
 from autotune.launcher import Launcher, Outcome
-from autotune.machine import memory_free, shm_free
-from autotune.metrics import GIB, rate
+from autotune.machine import memory_free
+from autotune.metrics import rate
 from autotune.readings import LEAST_ENERGY_S
 from autotune.runfolder import probe_folder
 from autotune.scene import Ask
+from autotune.shm import shm_free
 from autotune.state import RunState
 from autotune.stop import Stop
 from autotune.telemetry import Telemetry, Watch
 from autotune.types import (
+    GIB,
     Config,
     Failure,
     Label,
@@ -77,7 +79,7 @@ class Prober:
             sink=ask.sink,
             measurement=outcome.measurement,
             failure=outcome.failure,
-            labels=_labels(outcome.measurement),
+            labels=labels_of(outcome.measurement),
             probe_s=outcome.probe_s,
             why=ask.why,
             round=ask.round,
@@ -256,6 +258,7 @@ def effort_of(stage: Stage, unit_s: float) -> Effort:
     return Effort(window_s=windows * unit_s, blocks=blocks, half_width=half_width)
 
 
-def _labels(measurement: Measurement | None) -> tuple[Label, ...]:
+def labels_of(measurement: Measurement | None) -> tuple[Label, ...]:
+    """What qualifies the number of a row."""
     steady = None if measurement is None or not measurement.blocks else rate(measurement)
     return () if steady is None else steady.labels

@@ -16,9 +16,8 @@ from typing import Literal
 from autotune.errors import OptionError
 from autotune.labels import outside_labels
 from autotune.steady import Rate, rate_of
-from autotune.types import DeviceReading, Estimate, Measurement
+from autotune.types import GIB, DeviceReading, Estimate, Measurement
 
-GIB = 1024**3
 BETWEEN_PROCESSES = 0.015
 """What two fresh processes of one config differ by, relative, at 95 %: no window shows it.
 Measured on planted jobs against a minute of a plain loop (scripts/bench_accuracy)."""

@@ -11,7 +11,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-SCHEMA = 1
+SCHEMA = 2
+
+GIB = 1024**3
+
+DEVICE_MEMORY = "device memory"
+"""What an accelerator's allocator holds, where it is named among what still grew."""
 
 T = TypeVar("T")
 
@@ -380,8 +385,6 @@ class Measurement:
     """What other processes held of the accelerator."""
     alloc_retries: int | None = None
     """How often its allocator emptied its cache and tried again, within the window."""
-    reserved_grew: bool | None = None
-    """Whether reserved memory still grew in the second half of the window."""
     longest_of: int = 0
     """Samples whose longest ones one of the first steps was made of; 0 for none."""
     host_memory_bytes: int | None = None

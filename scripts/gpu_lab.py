@@ -21,10 +21,20 @@ from typing import Any, Self
 
 from autotune.checkup import TorchFacts, torch_facts
 from autotune.home import Deadlines
+from autotune.knobs import environment_of
 from autotune.launcher import Launcher, Outcome
-from autotune.machine import cpus_granted, memory_granted
+from autotune.machine import cpus_granted, machine_of, memory_granted
 from autotune.source import third_party_imports
-from autotune.types import ModelRef, ProbeSpec, Sink, Source, Stage, Value, write_atomically
+from autotune.types import (
+    ModelRef,
+    ProbeSpec,
+    Sink,
+    Source,
+    Stage,
+    Value,
+    WorkloadFacts,
+    write_atomically,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {name: ROOT / "scripts" / "gpu_models" / f"{name}.py" for name in
@@ -134,36 +144,42 @@ class Wish:
 class Lab:
     """One model's probes on one device, as the tuner launches them."""
 
-    def __init__(self, model: str, device: str, folder: Path, clock: Clock) -> None:
-        self.model = ModelRef(path=str(MODELS[model]))
+    def __init__(self, model: Path, device: str, folder: Path, clock: Clock) -> None:
+        self.model = ModelRef(path=str(model))
         self.device = device
-        self.folder = folder / model
+        self.folder = folder / model.stem
         self.notes: list[str] = []
         """What the launcher could not do as planned."""
-        self._cpus, _ = cpus_granted()
         self._count = 0
+        started = time.monotonic()
         self._stock: str | None = None
         self.launcher = Launcher(
             self.model,
             seed=0,
-            preload=third_party_imports(MODELS[model]),
+            preload=third_party_imports(model),
             say=self.notes.append,
             deadlines=Deadlines(
                 start_s=START_S, import_s=START_S, build_s=START_S, canary_s=CANARY_S
             ),
         )
         try:
-            self._inspect(clock)
+            self.current = self.launcher.load().current
+            self.machine = machine_of(self.launcher.settle())
+            self.facts = self._inspected(clock)
+            self.startup_s = time.monotonic() - started
         except BaseException:
             self.close()
             raise
 
-    def _inspect(self, clock: Clock) -> None:
-        outcome = self._launch(Stage.INSPECT, {"train.batch_size": 32}, Wish(), clock)
-        if outcome.failure is not None:
+    def _inspected(self, clock: Clock) -> WorkloadFacts:
+        config = {"train.batch_size": 32, **(self.current or {})}
+        outcome = self._launch(Stage.INSPECT, config, Wish(), clock)
+        if outcome.measurement is None or outcome.measurement.facts is None:
             failure = outcome.failure
+            assert failure is not None
             raise RuntimeError(f"inspecting: {failure.status}: {failure.message}")
         self._stock = str(self.folder / "0001" / STOCK)
+        return WorkloadFacts(**outcome.measurement.facts)
 
     def probe(self, config: Mapping[str, Value], wish: Wish, clock: Clock) -> Outcome:
         """Run one probe in a fresh process; what comes of it.
@@ -194,9 +210,10 @@ class Lab:
             block_s=wish.block_s,
             want=wish.want,
             timeout_s=wish.window_s * 4 + 40,
-            cpus=self._cpus,
+            cpus=self.machine.cpus,
         )
-        return self.launcher.run(spec, should_stop=clock.check)
+        environment = environment_of(config, load_time=True)
+        return self.launcher.run(spec, environment, should_stop=clock.check)
 
     def close(self) -> None:
         """End every process."""
@@ -221,7 +238,7 @@ class Labs:
     def of(self, model: str, clock: Clock) -> Lab:
         """The model's lab."""
         if model not in self._made:
-            lab = Lab(model, self.device, self.folder, clock)
+            lab = Lab(MODELS[model], self.device, self.folder, clock)
             self._stack.callback(lab.close)
             self._made[model] = lab
         return self._made[model]

@@ -540,7 +540,7 @@ LAYERS_DOWN = (
     {"__main__"},
     {"cli", "api"},
     {"driver"},
-    {"measuring"},
+    {"measuring", "course"},
     {"report.progress", "report.verdict"},
     {"report.words", "state", "search"},
     {
@@ -560,9 +560,9 @@ LAYERS_DOWN = (
     {"checkup"},
     {"launcher", "home", "hostwatch", "forkserver"},
     {"telemetry", *(f"telemetry.{name}" for name in TELEMETRY)},
-    {"knobs", "metrics", "labels", "readings", "steady", "machine"},
+    {"knobs", "metrics", "labels", "readings", "steady", "ending", "machine"},
     {"source", "channel", "stop", "guard"},
-    {"types", "errors", "parallel", "precision"},
+    {"types", "errors", "parallel", "precision", "shm"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""
 
@@ -575,7 +575,10 @@ ONLY_IN = {
     "pandas": lambda name: name in ("store", "api"),
     "rich": lambda name: name in ("cli", "report.progress"),
 }
-FOR_PROBES = {"types", "errors", "knobs", "precision", "parallel", "steady", "channel", "source"}
+FOR_PROBES = {
+    *("types", "errors", "knobs", "precision", "parallel", "steady", "ending", "channel"),
+    *("source", "shm"),
+}
 
 
 def modules():

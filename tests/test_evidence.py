@@ -9,10 +9,12 @@ import pytest
 from made_up import EVERYTHING, FACTS, HOPPER, space, trial
 
 from autotune import store
+from autotune.budget import Budget
 from autotune.causes import cause_of, grouped, last_frame, plain
-from autotune.driver import Job, _smaller
-from autotune.evidence import RULES, judged
-from autotune.metrics import read_objectives
+from autotune.course import Aim, Course
+from autotune.driver import _smaller
+from autotune.evidence import RULES, Rows, judged
+from autotune.metrics import SPEED, read_objectives
 from autotune.report import verdict
 from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS
 from autotune.types import (
@@ -229,15 +231,11 @@ SPACE = space(EVERYTHING, {WORKERS: 2, BATCH: 32}, machine=HOPPER)
 
 
 def is_hopeless(*trials):
-    rows = judged(numbered(*trials))
-    return Job._is_hopeless(JobOf(rows))
-
-
-class JobOf(Job):
-    """A job of which only the rows are known."""
-
-    def __init__(self, trials):
-        self.state = SimpleNamespace(trials=trials, space=SPACE)
+    rows = Rows()
+    for row in numbered(*trials):
+        last = rows.take(row)
+    known = Course(space=SPACE, aim=Aim(objective=SPEED), purse=Budget(60, None, [], 0), rows=rows)
+    return known.ends_with(last)
 
 
 def dead(number, **changes):

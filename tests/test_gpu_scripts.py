@@ -1,23 +1,19 @@
 """The scripts for a machine with a GPU, as far as a CPU can prove them."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections import Counter
-from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import pandas as pd
 import pytest
 from conftest import wait_for
 
-from autotune.launcher import Outcome
-from autotune.steady import rate_of
-from autotune.types import Block, Config, Estimate, Failure, Measurement, Status
-from scripts import gpu_checking, gpu_lab, gpu_recording
+from autotune.types import Block, Estimate, Measurement
+from scripts import gpu_checking, gpu_lab, gpu_recording, recording
 from scripts.gpu_checking import Bench, CheckError, Row
 from scripts.gpu_lab import Clock, OutOfTimeError, Reading, SkipError
 
@@ -281,61 +277,30 @@ def test_gpu_check_knows_its_checks():
 
 # --- gpu_record -----------------------------------------------------------------------------------
 
-SMALL = {"workers": "0,2", "batches": "8,16,32", "precisions": "default", "pins": None}
+SMALL = {"workers": "0", "batches": "16,32", "precisions": "default", "pins": None}
 
 
-def grid(**given):
-    return gpu_recording.grid_of({**SMALL, **given}, gpu_recording.CPU_GRID)
+def values(**given):
+    return gpu_recording.values_of({**SMALL, **given}, gpu_recording.CPU_GRID)
 
 
 def test_the_default_grid_fits():
     none = dict.fromkeys(gpu_recording.KNOBS)
-    configs = gpu_recording.configs_of(gpu_recording.grid_of(none, gpu_recording.GRID))
-    assert 24 <= len(configs) == len(set(configs)) <= gpu_recording.MOST_CONFIGS
+    known = gpu_recording.values_of(none, gpu_recording.GRID)
+    assert 24 <= math.prod(map(len, known.values())) <= gpu_recording.MOST_CONFIGS
+    assert {type(value) for one in known.values() for value in one} == {int, str, bool}
     with pytest.raises(SystemExit, match="at most 96"):
-        grid(workers=",".join(map(str, range(40))))
-
-
-def test_passes_visit_every_config_once_in_changing_order():
-    known = gpu_recording.configs_of(grid())
-    assert {type(value) for config in known for value in config.values()} == {int, str, bool}
-    turns = list(islice(gpu_recording.visits(grid(), seed=3), 40))
-    passes = [[v.config for v in turns if v.turn == n and v.kind == "both"] for n in (0, 1, 2)]
-    assert all(Counter(one) == Counter(known) for one in passes)
-    assert len({tuple(one) for one in passes}) == 3
-    assert turns[:20] == list(islice(gpu_recording.visits(grid(), seed=3), 20))
-    halves = Counter(v.kind for v in turns if v.kind != "both")
-    assert halves == {"device": 3, "loader": 2}
-    assert {v.turn for v in turns if v.kind != "both"} == {0}
-
-
-def test_a_failed_probe_is_recorded_like_any_other():
-    visit = next(gpu_recording.visits(grid(), seed=0))
-    failure = Failure(status=Status.OUT_OF_MEMORY, message="device", phase="first step")
-    entry = gpu_recording.probe_of(4, visit, Outcome(failure=failure, probe_s=1.5))
-    assert (entry["status"], entry["probe_s"], entry["phase"]) == (
-        "out_of_memory",
-        1.5,
-        "first step",
-    )
-    assert entry["key"] == Config(entry["config"]).key
-    assert gpu_recording.rows_of([entry]) == []
+        values(workers=",".join(map(str, range(60))))
 
 
 def test_gpu_record_on_the_cpu(tmp_path):
     words = ("--model", "mlp", "--workers", "0", "--batches", "16,32", "--passes", "1")
-    done, found = run_script("gpu_record", tmp_path, *words)
+    done, _ = run_script("gpu_record", tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    assert found["format"] == gpu_recording.FORMAT
-    assert found["passes"] == [found["configs"]] == [2]
-    probes = found["probes"]
-    assert {probe["kind"] for probe in probes} == {"both", "device", "loader"}
-    assert {probe["status"] for probe in probes} == {"ok"}
-    assert len({(probe["start_ns"]) for probe in probes}) == len(probes)
-    assert rate_of([Block(**block) for block in probes[0]["blocks"]]).estimate.value > 0
     (file,) = tmp_path.glob("*.parquet")
-    flat = pd.read_parquet(file)
-    assert len(flat) == sum(len(probe["blocks"]) for probe in probes)
-    one = flat[flat["number"] == probes[1]["number"]]
-    assert list(one["seconds"]) == [block["seconds"] for block in probes[1]["blocks"]]
-    assert set(one["train.batch_size"]) == {probes[1]["config"]["train.batch_size"]}
+    record = recording.Record.read(file)
+    assert {probe["kind"] for probe in record.probes} == {"both", "device", "loader"}
+    assert {probe["status"] for probe in record.probes} == {"ok"}
+    assert len({probe["start_ns"] for probe in record.probes}) == len(record.probes)
+    assert set(record.rates()) == {config.key for config in record.space.grid()}
+    assert all(rate > 0 for rate in record.rates().values())

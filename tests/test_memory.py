@@ -93,18 +93,6 @@ def test_only_the_windows_retries_count(allocator, device):
     assert memory.facts(0)["alloc_retries"] == 2
 
 
-@pytest.mark.parametrize(("grows_at", "grew"), [(3, False), (80, True)])
-def test_growth_late_in_the_window_is_told_by_few_looks(allocator, device, grows_at, grew):
-    memory = DeviceMemory(device, None)
-    memory.begin_window()
-    before = allocator.looks
-    for step in range(100):
-        allocator.take(GIB * (2 if step >= grows_at else 1))
-        memory.step_done()
-    assert allocator.looks - before == 7
-    assert memory.facts(0)["reserved_grew"] is grew
-
-
 def test_the_allocator_refuses_beyond_its_share_and_the_surplus(allocator, device):
     memory = DeviceMemory(device, 0.5)
     assert allocator.share == 0.5
@@ -123,14 +111,12 @@ def test_an_accelerator_that_tells_nothing_gives_no_numbers(monkeypatch, device)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", cannot)
     memory = DeviceMemory(device, 0.5)
     memory.begin_window()
-    memory.step_done()
     assert set(memory.facts(0).values()) == {None}
 
 
 def test_the_cpu_has_no_allocator_to_ask():
     memory = DeviceMemory(torch.device("cpu"), 0.5)
     memory.begin_window()
-    memory.step_done()
     assert memory.facts(0) == {}
 
 

@@ -735,7 +735,7 @@ def test_a_loader_that_cannot_be_called_is_refused_at_once(bench, text):
 def test_counting_can_be_pickled_for_workers_that_are_spawned(bench):
     job = bench("def count_samples(batch):\n    return 3\n")
     workload = job.workload()
-    counted = Counted(torch.utils.data.default_collate, workload, batched=True)
+    counted = Counted(torch.utils.data.default_collate, workload, batched=True, workers=7)
     again = pickle.loads(pickle.dumps(replace_shared(counted)))
     assert again([torch.ones(1)])[0] == 3
 

@@ -12,7 +12,7 @@ from autotune.metrics import read_limit
 from autotune.scene import MOST_END_TO_END
 from autotune.search import SAMPLERS, path_configs
 from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS, Goal
-from autotune.types import Failure, Source, Stage, Status, Suspect
+from autotune.types import DEVICE_MEMORY, Failure, Source, Stage, Status, Suspect
 
 YOURS = {WORKERS: 0, BATCH: 32}
 
@@ -275,7 +275,7 @@ def test_memory_that_still_grows_keeps_a_margin():
     near = trial(
         known.space.config({BATCH: 1300}), memory_bytes=int(14.5 * GIB), resident_bytes=GIB
     )
-    grew = replace(near, measurement=replace(near.measurement, reserved_grew=True))
+    grew = replace(near, measurement=replace(near.measurement, unsettled=(DEVICE_MEMORY,)))
     assert why_unfit(near, known.space, ()) == ""
     assert why_unfit(grew, known.space, ()) == "holds 14.5 of 13.2 GiB"
 

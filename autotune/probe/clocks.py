@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune.probe.memory import allocator_stats
+from autotune.types import DEVICE_MEMORY
 
 RUN_AHEAD = 2
 """Steps that the host may be ahead of the device."""
@@ -148,7 +149,7 @@ def clock_for(device: torch.device) -> Clock:
 Counters = Callable[[], dict[str, int]]
 
 ALLOCATORS = {
-    "device memory": "reserved_bytes.all.current",
+    DEVICE_MEMORY: "reserved_bytes.all.current",
     "allocator retries": "num_alloc_retries",
 }
 """Of what the allocator counts: our name, and its."""

@@ -182,15 +182,6 @@ def proportional_bytes() -> int | None:
     return total or None
 
 
-def shm_used_bytes() -> int:
-    """Used bytes of /dev/shm; unlinked files, where batches in flight live, included."""
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError:
-        return 0
-    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
-
-
 def _descendants() -> Iterator[psutil.Process]:
     try:
         yield from psutil.Process().children(recursive=True)

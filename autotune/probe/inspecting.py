@@ -239,10 +239,11 @@ def _splits_exactly(workload: Workload, setup: Setup, samples: list[Any], train:
     if half < 1:
         return True
     model = train.model.eval()
+    loss = workload.loss_of(model)
     try:
         with torch.no_grad():
             losses = [
-                float(workload.loss(model, _stocked(workload, setup, samples, first, size, train)))
+                float(loss(_stocked(workload, setup, samples, first, size, train)))
                 for first, size in ((0, 2 * half), (0, half), (half, half))
             ]
     except Exception:  # noqa: BLE001 - some losses need training mode: then nothing is known

@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotune.ending import Enough
 from autotune.probe.batches import moved
 from autotune.probe.clocks import Clock, Counters
 from autotune.probe.sinks import Sink
 from autotune.probe.sources import CachedSource, LoaderSource
-from autotune.steady import LEAST_COUNTED, rate_of, surely_below
+from autotune.steady import LEAST_COUNTED
 from autotune.types import Block, ProbeSpec
 
 WARM_STEPS = 2
 WARM_DEVICE_S = 1.0
 MOST_SKIPPED = 20
 """Steps after which fp16 warm-up gives up waiting for one that is not skipped."""
-LONGEST = 4
-"""Times its planned length that a window may last for the sake of steps slower than that."""
 STARVED = 0.02
 """Share of waiting above which blocks are made of whole rounds of the workers."""
 
@@ -35,12 +34,13 @@ Source = LoaderSource | CachedSource
 class Window:
     """What the timed blocks gave."""
 
+    stopped: str = ""
+    """Why it is over; "" while it goes on."""
     blocks: list[Block] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     counters: list[dict[str, int]] = field(default_factory=list)
     """What must stand still, read at the start and after each block."""
     batches: int = 0
-    stopped: str = "limit"
     start_ns: int = 0
     end_ns: int = 0
 
@@ -69,6 +69,14 @@ class Loop:
         self.clock = clock
         self.spec = spec
         self.counters = counters
+        self._enough = Enough(
+            max_window_s=spec.max_window_s,
+            min_window_s=spec.min_window_s,
+            min_blocks=spec.min_blocks,
+            block_s=spec.block_s,
+            want=spec.want,
+            beat=spec.beat,
+        )
         self._device = torch.device(spec.device)
         self._move = spec.sink.value == "train"
         self._started = 0.0
@@ -107,11 +115,12 @@ class Loop:
         window = Window(counters=[self.counters()], start_ns=time.time_ns())
         started = time.perf_counter()
         pending: deque[Callable[[], Block]] = deque()
-        while not self._is_over(window, time.perf_counter() - started):
+        while not window.stopped:
             pending.append(self._block(window))
             window.counters.append(self.counters())
             while len(pending) > self.clock.lag:
                 window.blocks.append(pending.popleft()())
+            window.stopped = self._reached(window, time.perf_counter() - started)
         self.clock.settle()
         window.blocks += [block() for block in pending]
         window.end_ns = time.time_ns()
@@ -183,40 +192,5 @@ class Loop:
         longest_s = self.spec.max_window_s / (2 * LEAST_COUNTED)
         return steps if steps * spent / self._steps <= longest_s else 1
 
-    def _is_over(self, window: Window, elapsed_s: float) -> bool:
-        blocks = window.blocks
-        enough = LEAST_COUNTED if elapsed_s < LONGEST * self.spec.max_window_s else 1
-        if elapsed_s >= self.spec.max_window_s and len(blocks) >= enough:
-            window.stopped = "limit"
-            return True
-        if self._cannot_win(blocks):
-            window.stopped = "dominated"
-            return True
-        if len(blocks) < self.spec.min_blocks or elapsed_s < self.spec.min_window_s:
-            return False
-        rate = rate_of(blocks)
-        if rate is None or not rate.steady or window.unsettled:
-            return False
-        if rate.half_width <= self.spec.want:
-            window.stopped = "narrow"
-        elif _noise_has_converged(blocks):
-            window.stopped = "noise"
-        else:
-            return False
-        return True
-
-    def _cannot_win(self, blocks: list[Block]) -> bool:
-        if self.spec.beat is None:
-            return False
-        looks = math.ceil(self.spec.max_window_s / self.spec.block_s)
-        return surely_below(blocks, self.spec.beat, looks)
-
-
-def _noise_has_converged(blocks: list[Block]) -> bool:
-    """More blocks would tell the same spread again: the machine is noisy."""
-    if len(blocks) < 8 * LEAST_COUNTED:
-        return False
-    now, before = rate_of(blocks), rate_of(blocks[: -2 * LEAST_COUNTED])
-    if now is None or before is None:
-        return False
-    return abs(now.half_width / before.half_width - 1) < 0.05
+    def _reached(self, window: Window, elapsed_s: float) -> str:
+        return self._enough.reached(window.blocks, elapsed_s, settled=not window.unsettled)

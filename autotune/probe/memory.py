@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from autotune.types import GIB
+
 T = TypeVar("T")
 
-LARGEST_CONTEXT = 1024**3
+LARGEST_CONTEXT = GIB
 """What is in use on a device before anything was allocated is ours up to this, not another's."""
 
 
@@ -31,8 +33,6 @@ class DeviceMemory:
         self._allocated: list[int] = []
         self._reserved: list[int] = []
         self._retries: int | None = None
-        self._steps = 0
-        self._held: dict[int, int] = {}
         self.allow(0)
 
     def allow(self, surplus_bytes: int) -> None:
@@ -49,18 +49,9 @@ class DeviceMemory:
         _guarded(lambda: kind.set_per_process_memory_fraction(share, self._device))
 
     def begin_window(self) -> None:
-        """Peaks of the first steps are kept; retries and growth count from here."""
+        """Peaks of the first steps are kept; retries count from here."""
         stats = self._end_phase()
         self._retries = stats.get("num_alloc_retries")
-        self._steps, self._held = 0, {}
-
-    def step_done(self) -> None:
-        """Look at every step whose number is a power of two: few enough to cost nothing."""
-        self._steps += 1
-        if self._device.type != "cpu" and self._steps & (self._steps - 1) == 0:
-            held = self._stats().get("reserved_bytes.all.current")
-            if held is not None:
-                self._held[self._steps] = held
 
     def facts(self, surplus_bytes: int) -> dict[str, Any]:
         """What `Measurement` says of the device's memory; empty on the CPU."""
@@ -82,7 +73,6 @@ class DeviceMemory:
             "other_bytes": other,
             "foreign_bytes": foreign,
             "alloc_retries": _growth(self._retries, retries),
-            "reserved_grew": self._grew(stats.get("reserved_bytes.all.current")),
         }
 
     def _end_phase(self) -> Mapping[str, int]:
@@ -93,11 +83,6 @@ class DeviceMemory:
         if stats:
             _guarded(lambda: torch.accelerator.reset_peak_memory_stats(self._device))
         return stats
-
-    def _grew(self, now: int | None) -> bool | None:
-        """Whether more is held than at the last look in the window's first half."""
-        early = [held for step, held in self._held.items() if 2 * step <= self._steps]
-        return None if now is None or not early else now > early[-1]
 
     def _stats(self) -> Mapping[str, int]:
         return allocator_stats(self._device)

@@ -32,6 +32,7 @@ from autotune.probe.sources import (
     stock_batch,
 )
 from autotune.probe.workload import Workload, load, seed_everything
+from autotune.shm import shm_used
 from autotune.steady import drift
 from autotune.types import (
     SCHEMA,
@@ -117,7 +118,7 @@ class Probe:
 
     def _measured(self, workload: Workload, setup: Setup, build_s: float) -> Measurement | Failure:
         spec = self.spec
-        shm = host.shm_used_bytes()
+        shm = shm_used()
         sink = Train(workload, setup, self.device) if spec.sink is Sink.TRAIN else Discard()
         self._enter("loader")
         source = SOURCES[spec.source](workload, setup, spec)
@@ -128,7 +129,6 @@ class Probe:
         if isinstance(sink, Train):
             first_step_s, parity = self._first_steps(workload, setup, sink)
             self._step_on_longest(workload, setup, sink)
-            sink.on_step = self.memory.step_done
         self._enter("warm-up")
         loop = Loop(source, sink, clock_for(self.device), spec, counters_for(self.device))
         loop.warm_up()
@@ -225,7 +225,7 @@ class Probe:
     ) -> Measurement:
         facts = host.spent(used, host.usage())
         pss = host.proportional_bytes()
-        in_flight = max(0, host.shm_used_bytes() - shm)
+        in_flight = max(0, shm_used() - shm)
         surplus = _surplus(source) if self.device.type == "cpu" else 0
         return replace(
             measured,

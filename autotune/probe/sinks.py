@@ -51,10 +51,9 @@ class Train:
         self.accumulation = setup.accumulation
         self.model: nn.Module = workload.model.to(device).train()
         self.optimizer = workload.optimizer(self.model)
+        self._loss = workload.loss_of(self.model)
         self._precision = PRECISIONS[setup.precision]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._precision.scaled)
-        self.on_step: Callable[[], None] = lambda: None
-        """Called after each step."""
         self._steps = 0
         self.optimizer.register_step_post_hook(self._count)
 
@@ -64,7 +63,7 @@ class Train:
         for _ in range(self.accumulation):
             batch = draw()
             with self._autocast():
-                loss = self.workload.loss(self.model, batch)
+                loss = self._loss(batch)
             part = loss if self.accumulation == 1 else loss / self.accumulation
             self._scaler.scale(part).backward()  # type: ignore[no-untyped-call]
             detached = loss.detach()
@@ -75,7 +74,6 @@ class Train:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
-        self.on_step()
         assert total is not None
         return total if self.accumulation == 1 else total / self.accumulation
 

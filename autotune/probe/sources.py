@@ -19,7 +19,6 @@ from autotune.probe.setup import Setup
 from autotune.probe.workload import Workload
 from autotune.types import ProbeSpec
 
-MOST_WORKERS = 1024
 RING = 8
 RING_SHARE = 0.02
 """Share of the step's memory that the ring may hold beside the batch in use."""
@@ -36,19 +35,21 @@ class Counted:
     shared memory and no lock: a worker killed inside one would block everybody else.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], workload: Workload, *, batched: bool) -> None:
+    def __init__(
+        self, collate: Callable[[Any], Any], workload: Workload, *, batched: bool, workers: int
+    ) -> None:
         self.collate = collate
         self.count_samples = workload.defined["count_samples"]
         self.batched = batched
         self.size = 0
         """Samples of the last batch that was made in this process."""
-        self.made = torch.zeros(MOST_WORKERS + 1, dtype=torch.int64)
+        self.made = torch.zeros(1 + workers, dtype=torch.int64)
         self.made.share_memory_()  # type: ignore[no-untyped-call]
         self._slots: Any = None
-        """The same memory as NumPy sees it: counting must cost next to nothing."""
+        """The same memory without tensors around it: counting must cost next to nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_slots": None}  # NumPy would copy it
+        return {**self.__dict__, "_slots": None}  # a view does not travel
 
     def __call__(self, samples: Any) -> tuple[int, Any]:
         """The batch, and how many samples it holds."""
@@ -58,18 +59,18 @@ class Counted:
         if self.count_samples is not None:
             counted = int(self.count_samples(batch))
         worker = get_worker_info()
-        slot = 0 if worker is None else 1 + worker.id % MOST_WORKERS
+        slot = 0 if worker is None else 1 + worker.id
         self._numbers()[slot] += counted
         return counted, batch
 
     @property
     def produced(self) -> int:
         """Samples made so far, by all workers."""
-        return int(self._numbers().sum())
+        return sum(self._numbers())
 
     def _numbers(self) -> Any:
         if self._slots is None:
-            self._slots = self.made.numpy()
+            self._slots = self.made.numpy().data
         return self._slots
 
 
@@ -80,7 +81,12 @@ class LoaderSource:
         generator = torch.Generator().manual_seed(spec.seed)
         torch.manual_seed(spec.seed)
         self.loader = workload.loader(setup.loader, generator)
-        self.counted = Counted(self.loader.collate_fn, workload, batched=_is_batched(self.loader))
+        self.counted = Counted(
+            self.loader.collate_fn,
+            workload,
+            batched=_is_batched(self.loader),
+            workers=self.loader.num_workers,
+        )
         self.loader.collate_fn = self.counted
         self.workers = self.loader.num_workers
         self.non_blocking = bool(self.loader.pin_memory)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,7 +93,6 @@ class Workload:
     build_s: float = 0.0
     rss_bytes: int = 0
     """Resident memory before anything of the user's was built."""
-    steps: int = field(default=0, repr=False)
 
     @property
     def fresh(self) -> bool:
@@ -165,14 +165,13 @@ class Workload:
             raise ModelFileError(f"{self.ref.path}: {name} returned None")
         return built
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of one micro-batch, by the user's function or the default."""
-        self.steps += 1
+    def loss_of(self, model: nn.Module) -> Callable[[Any], Tensor]:
+        """The loss of one micro-batch: the user's function, Lightning's step, or the default."""
         if (compute_loss := self.defined["compute_loss"]) is not None:
-            return _as_loss(compute_loss(model, batch))
+            return lambda batch: _as_loss(compute_loss(model, batch))
         if is_lightning(model):
-            return _as_loss(_training_step(model, batch, self.steps))
-        return _default_loss(model, batch)
+            return _training_step(model)
+        return lambda batch: _default_loss(model, batch)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The user's optimizer, or AdamW."""
@@ -368,6 +367,8 @@ def _takes(
 
 
 def _as_loss(result: Any) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
     if isinstance(result, Mapping):
         result = result.get("loss")
     if not isinstance(result, Tensor):
@@ -375,20 +376,27 @@ def _as_loss(result: Any) -> Tensor:
     return result
 
 
-def _training_step(model: Any, batch: Any, index: int) -> Any:
-    parameters = inspect.signature(model.training_step).parameters
-    return model.training_step(batch, index) if len(parameters) > 1 else model.training_step(batch)
+def _training_step(model: Any) -> Callable[[Any], Tensor]:
+    """Lightning's step, which may ask for the batch's number, too."""
+    if len(inspect.signature(model.training_step).parameters) < 2:
+        return lambda batch: _as_loss(model.training_step(batch))
+    numbers = itertools.count()
+    return lambda batch: _as_loss(model.training_step(batch, next(numbers)))
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return _pair_loss(model, *batch)
     if isinstance(batch, Mapping):
         return _as_loss(model(**batch).loss)
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
-        raise TypeError(
-            f"cannot guess the loss of a batch of type {type(batch).__name__}; "
-            "define compute_loss(model, batch)"
-        )
-    inputs, target = batch
+    raise TypeError(
+        f"cannot guess the loss of a batch of type {type(batch).__name__}; "
+        "define compute_loss(model, batch)"
+    )
+
+
+def _pair_loss(model: nn.Module, inputs: Any, target: Tensor) -> Tensor:
+    """Mean squared error against real numbers, cross-entropy against classes."""
     output = model(inputs)
     if target.is_floating_point():
         return nn.functional.mse_loss(output, target.reshape(output.shape))

@@ -13,8 +13,8 @@ from autotune.telemetry.meter import GPM_METRICS, PAIR_S, Meter
 from autotune.telemetry.nvml import Gpu, LostError, answer, nvml, processes, used_bytes
 from autotune.telemetry.tenants import INVISIBLE_BYTES, Shares, total_bytes
 
-SELDOM, RARELY = 5, 50
-"""In ticks: what changes slowly; what takes 20 ms to read."""
+OFTEN, SELDOM, RARELY = 2, 5, 50
+"""In ticks: what tells of the time since it was read; what changes slowly; what takes 20 ms."""
 FRESH_S = 10.0
 """A driver's buffered samples older than this are on another clock, or stale."""
 
@@ -93,7 +93,7 @@ VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 def _gpm(metric: int) -> Way:
     functions = ("nvmlGpmSampleGet", "nvmlGpmMetricsGet")
-    return Way(functions=functions, read=lambda meter: meter.gpm(metric))
+    return Way(functions=functions, read=lambda meter: meter.gpm(metric), every=OFTEN)
 
 
 def _rate(kind: str) -> Way:
@@ -229,6 +229,7 @@ FIELDS: tuple[Field, ...] = (
                 lambda gpu: nvml().nvmlDeviceGetPowerUsage(gpu.handle) / 1000 or None,
                 "nvmlDeviceGetPowerUsage",
                 covers_s=1.0,
+                every=OFTEN,
                 of_the_whole=True,
             ),
         ),

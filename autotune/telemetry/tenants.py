@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
-INVISIBLE_BYTES = 1024**3
+from autotune.types import GIB
+
+INVISIBLE_BYTES = GIB
 """More than an idle driver keeps: a process that is not listed may hold it."""
 
 
@@ -113,4 +115,4 @@ def told(others: Sequence[Process], unexplained_bytes: int | None) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 1024**3:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,51 @@
+"""The recorded grids: which configs of which job. A new one is a new row."""
+
+from __future__ import annotations
+
+from scripts.gpu_lab import ROOT
+from scripts.recording import Grid
+
+GRIDS = {
+    "jpeg": Grid(
+        model=ROOT / "examples" / "jpeg.py",
+        values={
+            "loader.num_workers": (0, 1, 2, 4),
+            "loader.persistent_workers": (False, True),
+            "train.batch_size": (16, 32, 64, 128),
+            "train.precision": ("default", "bf16"),
+            "host.threads": (1, 2),
+        },
+    ),
+    "text": Grid(
+        model=ROOT / "examples" / "text.py",
+        values={
+            "loader.num_workers": (0, 1, 2),
+            "train.batch_size": (4, 8, 16, 32, 64),
+            "train.precision": ("default", "bf16"),
+            "host.threads": (1, 2),
+            "host.omp_wait_policy": ("default", "passive"),
+        },
+    ),
+    "balanced": Grid(
+        model=ROOT / "scripts" / "sleepers" / "balanced.py",
+        values={
+            "loader.num_workers": (0, 1, 2, 4, 8, 16),
+            "loader.prefetch_factor": (2, 4),
+            "loader.persistent_workers": (False, True),
+            "train.batch_size": (8, 16, 32, 64, 128, 256),
+            "train.precision": ("default", "bf16"),
+        },
+        at_once=6,
+    ),
+    "failing": Grid(
+        model=ROOT / "scripts" / "sleepers" / "failing.py",
+        values={
+            "loader.num_workers": (0, 1, 2, 4, 8, 16),
+            "loader.prefetch_factor": (2, 4),
+            "loader.persistent_workers": (False, True),
+            "train.batch_size": (8, 16, 32, 64, 128, 256),
+            "train.precision": ("default", "bf16"),
+        },
+        at_once=6,
+    ),
+}
