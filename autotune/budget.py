@@ -24,8 +24,8 @@ CLOSING = frozenset({Stage.FINAL, Stage.PATH})
 
 
 def probed(trials: Sequence[Trial]) -> list[Trial]:
-    """The rows for which something ran."""
-    return [trial for trial in trials if trial.status not in REFUSED]
+    """The rows for which something ran in this run."""
+    return [trial for trial in trials if trial.status not in REFUSED and not trial.reused]
 
 
 class Budget:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autotune import laws
 from autotune.device_ladder import DeviceLadder
 from autotune.halves import WORTH, Halves
+from autotune.knobs import KNOBS, Family
 from autotune.loader_ladder import LoaderLadder
 from autotune.metrics import restart_s_per_sample
 from autotune.scene import Plan, Scene
-from autotune.space import PERSISTENT, THREADS, WORKERS
+from autotune.space import PERSISTENT, PREFETCH, THREADS, WORKERS
 from autotune.types import Config, Estimate, Value, whole
 
 RESTART_MATTERS = 0.005
@@ -28,6 +30,9 @@ class Candidate:
     config: Config
     workers: int
     predicted: float
+    """With batches that vary as much as the queue's law assumes."""
+    at_best: float
+    """With batches that do not vary at all."""
     bound: float
 
 
@@ -78,7 +83,7 @@ class Ceilings:
         """Where no ceiling could be measured: the start, without workers if those hang."""
         workers = self.halves.own_workers if self.loader.may_run(self.halves.own_workers) else 0
         config = self.with_workers(self.halves.start, workers)
-        return Candidate(config=config, workers=workers, predicted=0.0, bound=math.inf)
+        return Candidate(config=config, workers=workers, predicted=0.0, at_best=0.0, bound=math.inf)
 
     def _device_options(self) -> list[Config]:
         fit = [config for config in self.halves.device if self.scene.space.admits(config)]
@@ -104,18 +109,38 @@ class Ceilings:
     def _candidate(self, device: Config, workers: int) -> Candidate:
         compute = self.halves.device[device]
         config = self.with_workers(device, workers)
-        if workers not in self.halves.loader:
-            bound = self.halves.device_bound(device)
-            return Candidate(config=config, workers=workers, predicted=compute.value, bound=bound)
-        loader = self.halves.rate(workers)
-        bounds = (self.halves.device_bound(device), self.halves.loader_bound(workers))
-        if workers == 0:
-            predicted = 1 / (1 / compute.value + 1 / loader.value)
-            bound = 1 / max(sum(1 / high for high in bounds), 1e-12)
-        else:
-            predicted = min(compute.value, loader.value, self._cores_allow(device, workers))
-            bound = min(bounds)
-        return Candidate(config=config, workers=workers, predicted=predicted, bound=bound)
+        bound = self.halves.device_bound(device)
+        predicted = at_best = compute.value
+        if workers in self.halves.loader:
+            bounds = (bound, self.halves.loader_bound(workers))
+            turns = 1 / max(sum(1 / high for high in bounds), 1e-12)
+            bound = min(bounds) if workers else turns
+            predicted, at_best = self._expected(device, config)
+        return Candidate(
+            config=config, workers=workers, predicted=predicted, at_best=at_best, bound=bound
+        )
+
+    def expected(self, config: Config) -> tuple[float, float] | None:
+        """What a config should make by its halves, at least and at best; None where one is unknown.
+
+        Samples/s.
+        """
+        start = self.halves.start
+        rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
+        device = self.scene.space.config(rest, start)
+        known = device in self.halves.device and whole(config.get(WORKERS)) in self.halves.loader
+        return self._expected(device, config) if known else None
+
+    def _expected(self, device: Config, config: Config) -> tuple[float, float]:
+        workers = whole(config.get(WORKERS))
+        compute = self.halves.device[device].value
+        loader = self.halves.rate(workers).value
+        queued = workers * (whole(config.get(PREFETCH)) or 2)
+        predicted = laws.together(loader, compute, queued)
+        if not workers:
+            return predicted, predicted
+        cores = self._cores_allow(device, workers)
+        return min(predicted, cores), min(compute, loader, cores)
 
     def _cores_allow(self, device: Config, workers: int) -> float:
         """On a CPU loader and step share the cores: samples/s that their CPU time leaves."""

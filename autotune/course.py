@@ -54,6 +54,8 @@ class Course:
     seed: int = 0
     rows: Rows = field(default_factory=Rows)
     not_explored: list[str] = field(default_factory=list)
+    guesses: tuple[Config, ...] = ()
+    """What was best for a job like this one."""
     stopped_because: str = ""
     lost: bool = False
     """Whether the device is gone, so that nothing can be measured any more."""
@@ -76,6 +78,7 @@ class Course:
             answer=self._answer_so_far,
             trials=self.trials,
             not_explored=self.not_explored,
+            guesses=self.guesses,
         )
 
     def run(self, sampler: str, measure: Callable[[Ask], Trial]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from autotune import guard
 from autotune.fitting import Fitting, why_unfit
@@ -11,9 +11,9 @@ from autotune.guard import CLOSE_ENOUGH, Judgement
 from autotune.halves import SLACK, WORTH, Halves
 from autotune.knobs import KNOBS, Family
 from autotune.labels import UNSURE
-from autotune.scene import Plan, device_ask, speed_of
+from autotune.scene import Ask, Plan, device_ask, speed_of
 from autotune.space import ACCUMULATION, BATCH, FINENESS, WAIT_POLICY
-from autotune.types import Config, Estimate, Stage, Trial, whole
+from autotune.types import Config, Estimate, Stage, Trial, Value, whole
 
 IDLE_DEVICE = 1.5
 """A device this much faster than the loader gains nothing by being faster still."""
@@ -21,17 +21,20 @@ IDLE_CPU = 4.0
 """The same on a CPU, where a cheaper step leaves its cores to the loader."""
 IDLE_IN_TURNS = 50.0
 """The same without workers: loading and stepping take turns, and every faster step is a gain."""
+CLOSE = 0.9
+"""What loses less than this by itself may gain beside another change."""
 DOWNWARD = 3
 """Micro-batches below the user's own that are tried when larger ones do not pay."""
 
 
 class DeviceLadder:
-    """Micro-batches, then each compute knob by itself; what gains is kept."""
+    """Micro-batches, each compute knob by itself, micro-batches again; what gains is kept."""
 
     def __init__(self, halves: Halves) -> None:
         self.halves = halves
         self.scene = halves.scene
-        self.fitting = Fitting(self.scene.space, self.scene.limits)
+        self._fittings: dict[Config, Fitting] = {}
+        """What is known of micro-batches, for each setting of everything else."""
         self._matters = False
 
     def own(self) -> Plan:
@@ -40,13 +43,16 @@ class DeviceLadder:
             yield from self._probe(self.halves.start, "as now")
 
     def climb(self) -> Plan:
-        """Micro-batches, then each compute knob by itself; what gains is kept."""
+        """Micro-batches, each compute knob by itself, micro-batches again; what gains is kept."""
         self._matters = not self._cannot_pay()
         if not self._matters:
             return
         yield from self._batches()
-        self.halves.base = self._smallest_near_best()
+        before = self.halves.base = self._smallest_near_best()
         yield from self._screen()
+        if self.halves.base != before:
+            yield from self._batches_around(self.halves.base)
+            self.halves.base = self._smallest_near_best()
 
     def _cannot_pay(self) -> bool:
         """Skip the family, and say so, when the loader is the limit by far."""
@@ -71,18 +77,23 @@ class DeviceLadder:
         return IDLE_CPU if self.scene.space.machine.on_cpu else IDLE_DEVICE
 
     def _batches(self) -> Plan:
-        """Upward from the user's own, downward when that does not pay."""
-        own = self.scene.space.micro_batch(self.halves.start)
-        pairs = self._pairs()
-        down = [pair for pair in reversed(pairs) if pair[0] < own]
-        if self.halves.start in self.halves.device:
-            yield from self._climb_batches([pair for pair in pairs if pair[0] > own])
-        else:
-            runs = self.scene.space.facts.step_batch or own
-            fails = min(own, 2 * runs)
-            yield from self._descend([pair for pair in down if pair[0] < fails], fails)
-        if self._best_device() == self.halves.start:
-            yield from self._climb_batches(down[:DOWNWARD])
+        """Upward from the user's own, downward when that does not pay or their own does not run."""
+        start = self.halves.start
+        if start in self.halves.device:
+            yield from self._batches_around(start)
+            return
+        own = self.scene.space.micro_batch(start)
+        fails = min(own, 2 * (self.scene.space.facts.step_batch or own))
+        smaller = [pair for pair in reversed(self._pairs()) if pair[0] < fails]
+        yield from self._descend(smaller, fails)
+
+    def _batches_around(self, base: Config) -> Plan:
+        """Sizes above that of a setting which runs; below it when those do not pay."""
+        own, pairs = self.scene.space.micro_batch(base), self._pairs()
+        yield from self._climb_batches([pair for pair in pairs if pair[0] > own], base)
+        if self._best_device() == base:
+            below = [pair for pair in reversed(pairs) if pair[0] < own]
+            yield from self._climb_batches(below[:DOWNWARD], base)
 
     def _pairs(self) -> list[tuple[int, int]]:
         """One accumulation for each micro-batch: what keeps the user's global batch, or little."""
@@ -95,39 +106,40 @@ class DeviceLadder:
         allowed = {steps for size, steps in space.pairs() if space.goal.free or size == batch}
         return min(sorted(allowed), key=lambda steps: abs(steps - wanted))
 
-    def _climb_batches(self, pairs: Iterable[tuple[int, int]]) -> Plan:
+    def _climb_batches(self, pairs: Iterable[tuple[int, int]], base: Config) -> Plan:
         """Size after size while that gains; none that is known not to fit."""
-        best, reached_size = self.halves.device.get(self.halves.start), 0
-        left = [pair for pair in pairs if self._with_batch(*pair) not in self.halves.device]
+        best, reached_size = self.halves.device.get(base), 0
+        left = [pair for pair in pairs if self._sized(base, *pair) not in self.halves.device]
+        fitting = self._fitting(base)
         while left and self.scene.may_probe(Stage.DEVICE):
-            batch, steps = self._proven_before(left[0])
+            batch, steps = self._proven_before(left[0], fitting)
             if batch == left[0][0]:
                 left.pop(0)
-            if self.fitting.judge(batch, steps) is Judgement.REFUSED:
-                self._leave_out(batch, steps)
+            config = self._sized(base, batch, steps)
+            if fitting.judge(batch, steps) is Judgement.REFUSED:
+                self._leave_out(fitting, batch, steps)
                 return
-            config = self._with_batch(batch, steps)
             yield from self._probe(config, f"micro-batch {batch}")
             reached = self.halves.device.get(config)
             if reached is None:
-                yield from self._bisect(batch)
+                yield from self._bisect(batch, base)
                 return
             if best is not None and reached.value < _worth(batch, reached_size) * best.value:
                 return
             best, reached_size = reached, batch
 
-    def _proven_before(self, pair: tuple[int, int]) -> tuple[int, int]:
+    def _proven_before(self, pair: tuple[int, int], fitting: Fitting) -> tuple[int, int]:
         """Rather than a size that may not fit one below it that must, if that is a step at all."""
-        if self.fitting.judge(*pair) is Judgement.SAFE or not self.scene.space.may_bisect:
+        if fitting.judge(*pair) is Judgement.SAFE or not self.scene.space.may_bisect:
             return pair
-        size = self.fitting.largest_safe // FINENESS * FINENESS
+        size = fitting.largest_safe // FINENESS * FINENESS
         largest = max(self._sizes(), default=0)
         if not max(CLOSE_ENOUGH * largest, largest + 1) <= size < pair[0]:
             return pair
         return size, self._accumulation(size)
 
-    def _leave_out(self, batch: int, steps: int) -> None:
-        reason = self.fitting.why_refused(batch, steps)
+    def _leave_out(self, fitting: Fitting, batch: int, steps: int) -> None:
+        reason = fitting.why_refused(batch, steps)
         self.scene.leave_out(f"micro-batch {batch} and more: {reason}")
 
     def _sizes(self) -> list[int]:
@@ -139,14 +151,14 @@ class DeviceLadder:
         for batch, steps in pairs:
             if not self.scene.may_probe(Stage.DEVICE):
                 return
-            config = self._with_batch(batch, steps)
+            config = self._sized(self.halves.start, batch, steps)
             yield from self._probe(config, f"micro-batch {batch}")
             if config in self.halves.device:
-                yield from self._bisect(failing)
+                yield from self._bisect(failing, self.halves.start)
                 return
             failing = batch
 
-    def _bisect(self, failing: int) -> Plan:
+    def _bisect(self, failing: int, base: Config) -> Plan:
         """The largest multiple of eight that runs, below a size that does not."""
         if not self.scene.space.goal.free or BATCH in self.scene.space.asked:
             return
@@ -156,8 +168,8 @@ class DeviceLadder:
             if middle <= low:
                 return
             steps = self._accumulation(middle)
-            config = self._with_batch(middle, steps)
-            if self.fitting.judge(middle, steps) is not Judgement.REFUSED:
+            config = self._sized(base, middle, steps)
+            if self._fitting(base).judge(middle, steps) is not Judgement.REFUSED:
                 yield from self._probe(config, f"micro-batch {middle}")
             if config in self.halves.device:
                 low = middle
@@ -176,10 +188,11 @@ class DeviceLadder:
             return
         if not self.scene.may_probe(Stage.DEVICE):
             return
-        if self.fitting.judge(beyond, 1) is Judgement.REFUSED:
+        start = self.halves.start
+        if self._fitting(start).judge(beyond, 1) is Judgement.REFUSED:
             return
         trial = yield device_ask(
-            self._with_batch(beyond, 1), f"device alone, micro-batch {beyond} (only its price)"
+            self._sized(start, beyond, 1), f"device alone, micro-batch {beyond} (only its price)"
         )
         reached, best = speed_of(trial), self.halves.device[self._best_device()]
         if reached is not None and reached.low > best.high * (1 + SLACK):
@@ -189,26 +202,47 @@ class DeviceLadder:
             )
 
     def _screen(self) -> Plan:
-        """Each compute knob by itself at the best micro-batch; what gains is kept."""
+        """Each compute knob by itself at the best micro-batch; what gains is kept.
+
+        What lost little before another knob was turned is tried once more after it: the two may
+        only pay together.
+        """
+        close: list[tuple[str, Value, Config]] = []
         for name in self.scene.space.searched():
             # How threads wait shows only beside loader workers: climbing tries it.
             if KNOBS[name].family is not Family.COMPUTE or name == WAIT_POLICY:
                 continue
-            before = self.halves.device.get(self.halves.base)
             for value in self.scene.space.values[name]:
-                if value == self.halves.base.get(name) or not self.scene.may_probe(Stage.DEVICE):
+                base = self.halves.base
+                if value == base.get(name) or not self.scene.may_probe(Stage.DEVICE):
                     continue
-                changed = self.scene.space.config({name: value}, self.halves.base)
-                yield from self._probe(changed, f"{name}={value}")
-            best = self._best_device()
-            if before is not None and self.halves.device[best].value > WORTH * before.value:
-                self.halves.base = best
+                changed = yield from self._turn(name, value)
+                if self.halves.base == base and self._lost_little(changed, base):
+                    close.append((name, value, base))
+        for name, value, base in close:
+            turned_since = set(self.halves.base.changed_from(base)) - {name}
+            if turned_since and self.scene.may_probe(Stage.DEVICE):
+                yield from self._turn(name, value)
+
+    def _turn(self, name: str, value: Value) -> Generator[Ask, Trial, Config]:
+        """The base with one knob turned; it becomes the base if it gains."""
+        base = self.halves.base
+        changed = self.scene.space.config({name: value}, base)
+        if changed not in self.halves.device:
+            yield from self._probe(changed, f"{name}={value}")
+        before, reached = self.halves.device.get(base), self.halves.device.get(changed)
+        if before is not None and reached is not None and reached.value > WORTH * before.value:
+            self.halves.base = changed
+        return changed
+
+    def _lost_little(self, changed: Config, base: Config) -> bool:
+        reached, before = self.halves.device.get(changed), self.halves.device.get(base)
+        return reached is not None and before is not None and reached.value > CLOSE * before.value
 
     def _probe(self, config: Config, why: str) -> Plan:
         trial = yield device_ask(config, f"device alone, {why}")
         batch, steps = self.scene.space.micro_batch(config), whole(config.get(ACCUMULATION, 1))
-        if config == self._with_batch(batch, steps):
-            self.fitting.learn(trial, batch, steps)
+        self._fitting(config).learn(trial, batch, steps)
         known = speed_of(trial)
         if known is not None and self._fits(trial) and not self._spilled(trial, known):
             self.halves.device[config] = known
@@ -237,7 +271,7 @@ class DeviceLadder:
         }
         assert trial.measurement is not None
         best = max(smaller, key=lambda size: smaller[size], default=0)
-        used = self.fitting.used(trial.measurement)
+        used = self._fitting(trial.config).used(trial.measurement)
         if not smaller or not guard.has_spilled(reached.value, smaller[best], used):
             return False
         self.scene.leave_out(
@@ -246,8 +280,15 @@ class DeviceLadder:
         )
         return True
 
-    def _with_batch(self, batch: int, steps: int) -> Config:
-        return self.scene.space.config({BATCH: batch, ACCUMULATION: steps}, self.halves.start)
+    def _sized(self, base: Config, batch: int, steps: int) -> Config:
+        return self.scene.space.config({BATCH: batch, ACCUMULATION: steps}, base)
+
+    def _fitting(self, config: Config) -> Fitting:
+        """What is known of other micro-batches with everything else as in the config."""
+        key = config.but({BATCH: None, ACCUMULATION: None})
+        if key not in self._fittings:
+            self._fittings[key] = Fitting(self.scene.space, self.scene.limits)
+        return self._fittings[key]
 
     def _best_device(self) -> Config:
         return max(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from autotune import causes, pareto, scene, space, store
+from autotune import causes, pareto, reuse, scene, space, store
 from autotune.budget import Budget
 from autotune.course import Aim, Course, depends_on_size
 from autotune.errors import DiskFullError, NothingRanError
@@ -131,6 +131,8 @@ class Job:
         self._course: Course | None = None
         """The search, once it is known what may be tried."""
         self._store: store.Store | None = None
+        self._earlier: reuse.Earlier | None = None
+        """A run of the same job whose rows count, too."""
 
     def run(self, *, resumed: bool) -> RunState:
         """Inspect, search, decide, write."""
@@ -195,6 +197,7 @@ class Job:
         self.listener.note(text)
 
     def _search(self) -> None:
+        started_s = self.budget.spent_s
         facts = self._inspect()
         state = self.state
         for note in facts.notes:
@@ -219,7 +222,8 @@ class Job:
             scene.Ask(config=state.baseline, stage=Stage.BASELINE, why=state.baseline_name)
         )
         if not course.ends_with(baseline):
-            self._say_price(baseline)
+            self._say_price(baseline, started_s)
+            self._reuse(baseline)
             course.run(state.checked.options.sampler, self.measure)
         state.stopped_because = course.stopped_because
 
@@ -263,18 +267,47 @@ class Job:
                 )
             )
 
-    def _say_price(self, baseline: Trial) -> None:
+    def _reuse(self, baseline: Trial) -> None:
+        """Let an earlier run count, if the baseline's probe verifies it; else order by it."""
+        if self.state.checked.options.no_reuse or self._course is None:
+            return
+        earlier = reuse.find(self.state)
+        if earlier is None:
+            return
+        name = earlier.folder.name
+        if earlier.agrees(baseline):
+            self._earlier = earlier
+            self._note(
+                f"rows of {name} count here too: the same job on this machine, and "
+                f"{self.state.baseline_name} makes what it made then (--no-reuse ignores it)"
+            )
+        elif earlier.answer is not None:
+            self._course.guesses = (earlier.answer,)
+            why = "makes something else than then" if earlier.same else "was measured differently"
+            self._note(
+                f"the answer of {name} is tried first; its rows do not count: "
+                f"{self.state.baseline_name} {why}"
+            )
+
+    def _say_price(self, baseline: Trial, started_s: float) -> None:
         cost = max(baseline.probe_s, 0.1)
         count = int(self.budget.left_s / cost)
-        self.listener.note(f"a probe costs about {cost:.1f} s; the budget pays for about {count}")
+        self.listener.note(
+            f"starting took {started_s:.1f} s; a probe costs about {cost:.1f} s; "
+            f"the budget pays for about {count}"
+        )
 
     # --- rows ---
 
     def measure(self, ask: scene.Ask) -> Trial:
         """The row of an ask: stored by an interrupted run, or measured now."""
-        if (earlier := self._take_stored(ask)) is not None:
-            return earlier
+        if (stored := self._take_stored(ask)) is not None:
+            return stored
         self._take_all_stored()
+        if self._earlier is not None:
+            known = self._earlier.row_for(ask, self._next_number())
+            if known is not None:
+                return self._keep(known)
         self.stop.check()
         self.listener.asks(ask, self.budget.left_s)
         return self._keep(self.prober.probe(ask, self._next_number()))

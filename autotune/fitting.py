@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 from autotune import guard
 from autotune.guard import Guard, Judgement, Point
+from autotune.knobs import KNOBS, Family
 from autotune.metrics import Limit
-from autotune.space import Space
-from autotune.types import DEVICE_MEMORY, GIB, Measurement, Trial
+from autotune.space import ACCUMULATION, BATCH, Space
+from autotune.types import (
+    DEVICE_MEMORY,
+    GIB,
+    Config,
+    Measurement,
+    Sink,
+    Status,
+    Suspect,
+    Trial,
+    whole,
+)
 
 MakePoint = Callable[[Measurement, int, int], Point | None]
 
@@ -76,6 +87,44 @@ class Fitting:
             points = [bound.point(row, batch, steps) for (batch, steps), row in self._rows.items()]
             known = [point for point in points if point is not None]
             yield Guard.of(bound.limit_bytes, known)
+
+
+def why_refused(
+    config: Config, trials: Sequence[Trial], space: Space, limits: Sequence[Limit]
+) -> str:
+    """Why a config is predicted not to fit into memory, before it is tried ("" where it may).
+
+    Rows tell of configs that differ from theirs in batch and loader alone: a size that ran out of
+    memory rules out all above it, unless as much has run with another loader; and those that ran
+    bound what larger ones need.
+    """
+    batch, steps = space.micro_batch(config), whole(config.get(ACCUMULATION, 1))
+    alike = [t for t in trials if t.sink is Sink.TRAIN and _tells_of(t.config, config)]
+    runs = max((space.micro_batch(t.config) for t in alike if t.ok), default=0)
+    known = Fitting(space, limits)
+    for trial in alike:
+        size = space.micro_batch(trial.config)
+        same_loader = set(trial.config.changed_from(config)) <= {BATCH, ACCUMULATION}
+        if _ran_out(trial) and size <= batch and (size > runs or same_loader):
+            return f"micro-batch {size} ran out of memory"
+        known.learn(trial, size, whole(trial.config.get(ACCUMULATION, 1)))
+    if known.judge(batch, steps) is Judgement.REFUSED:
+        return known.why_refused(batch, steps)
+    return ""
+
+
+def _tells_of(config: Config, other: Config) -> bool:
+    """Whether the two differ in nothing that decides how much memory a sample takes."""
+    return all(
+        name in (BATCH, ACCUMULATION) or KNOBS[name].family is Family.LOADER
+        for name in config.changed_from(other)
+    )
+
+
+def _ran_out(trial: Trial) -> bool:
+    """Whether it was memory that a smaller batch would leave; pinning has a remedy of its own."""
+    suspect = None if trial.failure is None else trial.failure.suspect
+    return trial.status is Status.OUT_OF_MEMORY and suspect is not Suspect.PINNING
 
 
 def why_unfit(trial: Trial, space: Space, limits: Sequence[Limit]) -> str:

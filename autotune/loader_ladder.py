@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autotune import guard
+from autotune import guard, laws
 from autotune.halves import SLACK, WORTH, Halves
 from autotune.knobs import MOST_WORKERS
 from autotune.metrics import BETWEEN_PROCESSES, rate
@@ -26,6 +26,8 @@ class LoaderLadder:
     def __init__(self, halves: Halves) -> None:
         self.halves = halves
         self.scene = halves.scene
+        self._fails_alone = False
+        """Whether loading fails in the main process, too."""
         self._fails_from = MOST_WORKERS + 1
         """The fewest workers that are known to fail."""
 
@@ -47,7 +49,8 @@ class LoaderLadder:
             return
         if self.halves.base not in self.halves.device and self.scene.best() is None:
             return  # nothing is known to train: there is nothing to feed
-        if 0 not in self.halves.loader and 0 in self.scene.space.values[WORKERS]:
+        alone = 0 in self.scene.space.values[WORKERS] and not self._fails_alone
+        if alone and 0 not in self.halves.loader:
             if not self.scene.may_probe(Stage.LOADER):
                 return
             yield from self._probe(0)
@@ -70,10 +73,31 @@ class LoaderLadder:
         counts = [count for count in counts if self.may_run(count)]
         most = max(self.halves.loader)
         more = [count for count in counts if most < count <= self._most_sensible(most)]
-        if more and not self.feeds(most) and self._still_grows():
-            return next((count for count in more if count >= self._needed()), more[-1])
-        least, known = self._fewest_enough(), self._smallest_known_enough()
-        return next((c for c in counts if least <= c < known and c not in self.halves.loader), None)
+        if more and not self.feeds(most) and (wanted := self._wanted(more, most)):
+            return wanted
+        known, enough = self._smallest_known_enough(), self._enough_for_base()
+        fewer = (count for count in counts if count < known and count not in self.halves.loader)
+        return next((w for w in fewer if self._scaling().rate(w) * (1 + SLACK) >= enough), None)
+
+    def _wanted(self, more: list[int], most: int) -> int | None:
+        """The fewest that should feed the device, or the best ones if they gain enough."""
+        scaling, device = self._scaling(), self.halves.device.get(self.halves.base)
+        if device is not None:
+            feeding = (w for w in more if scaling.rate(w) >= HEADROOM * device.value)
+            if (fewest := next(feeding, None)) is not None:
+                return fewest
+        best = max(more, key=scaling.rate)
+        doublings = math.log2(best / max(most, 1)) if best > max(most, 1) else 1.0
+        gain = scaling.rate(best) / self.halves.rate(most).value
+        return best if gain >= math.pow(MORE_WORKERS_WORTH, doublings) else None
+
+    def _scaling(self) -> laws.Scaling:
+        """How the loader grows with its workers, by the counts that were measured.
+
+        Without workers the main process loads, at about the rate of one of them.
+        """
+        measured = {w: self.halves.rate(w).value for w in self.halves.loader if w}
+        return laws.fitted(measured or {1: self.halves.rate(0).value})
 
     def may_run(self, workers: int) -> bool:
         """Whether nothing is known against so many workers."""
@@ -93,15 +117,6 @@ class LoaderLadder:
             return False
         return self.halves.rate(workers).value >= HEADROOM * device.value
 
-    def _still_grows(self) -> bool:
-        """Whether each doubling of the last step to more workers gained something."""
-        known = sorted(self.halves.loader)
-        if len(known) < 2 or known[-1] == 1:
-            return True
-        doublings = math.log2(known[-1] / max(known[-2], 1))
-        grew = self.halves.rate(known[-1]).value / self.halves.rate(known[-2]).value
-        return grew >= math.pow(MORE_WORKERS_WORTH, doublings)
-
     def _most_sensible(self, workers: int) -> float:
         """A leap at most; and of workers that compute no more than there are cores for."""
         cores = self.scene.space.machine.cpus / max(self._worker_share(workers), 0.01)
@@ -115,26 +130,16 @@ class LoaderLadder:
         used_s = measured.worker_cpu_s if workers else measured.cpu_s
         return (used_s or 0.0) / max(seconds, 1e-9) / max(workers, 1)
 
-    def _needed(self) -> float:
-        """Workers that would feed the device, did each add what those of the most known do."""
-        device, most = self.halves.device.get(self.halves.base), max(self.halves.loader)
-        each = self.halves.rate(most).value / max(most, 1)
-        return math.inf if device is None else HEADROOM * device.value / each
-
     def enough(self, device: Estimate | None) -> float:
         """Samples/s that feed the device, or as near to it as any number of workers surely came."""
         fastest = max(self.halves.rate(workers).low for workers in self.halves.loader) / WORTH
         return fastest if device is None else min(HEADROOM * device.value, fastest)
 
-    def _fewest_enough(self) -> float:
-        """Fewer workers than this cannot be enough: none makes more than the best one known."""
-        each = max(
-            self.halves.rate(workers).value / max(workers, 1) for workers in self.halves.loader
-        )
-        return self.enough(self.halves.device.get(self.halves.base)) / (each * (1 + SLACK))
+    def _enough_for_base(self) -> float:
+        return self.enough(self.halves.device.get(self.halves.base))
 
     def _smallest_known_enough(self) -> int:
-        enough = self.enough(self.halves.device.get(self.halves.base))
+        enough = self._enough_for_base()
         known = (
             count
             for count in self.halves.loader
@@ -176,6 +181,8 @@ class LoaderLadder:
         )
         if trial.ok and trial.measurement is not None and rate(trial.measurement) is not None:
             self.halves.loader[workers] = trial
-        elif workers:
+        elif not workers:
+            self._fails_alone = True
+        else:
             # One that hangs will hang in any company; what dies may only lack memory.
             self._fails_from = 1 if trial.status is Status.TIMEOUT else workers

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from autotune.fitting import why_unfit
+from autotune.fitting import why_refused, why_unfit
 from autotune.metrics import METRICS, Limit, Metric, throughput
 from autotune.space import Space
 from autotune.types import Config, Estimate, Sink, Source, Stage, Trial
 
 MOST_END_TO_END = 25
+"""Where the structure holds: local search, where it does not, has the rest of the budget."""
+TOO_LARGE = "sizes that are predicted not to fit"
 CLOSING = 11
 """End-to-end probes that are kept for finals and path."""
 
@@ -55,6 +57,8 @@ class Scene:
     trials: list[Trial] = field(default_factory=list)
     not_explored: list[str] = field(default_factory=list)
     """What was left out, and why, in words for the verdict."""
+    guesses: tuple[Config, ...] = ()
+    """What was best for a job like this one: to be tried before anything else."""
 
     @property
     def end_to_end(self) -> list[Trial]:
@@ -101,6 +105,13 @@ class Scene:
         speed = throughput(best.measurement)
         return None if speed is None else speed.low
 
+    def rules_out(self, config: Config) -> bool:
+        """Whether the rows so far predict that the config does not fit; the verdict says so."""
+        reason = why_refused(config, self.trials, self.space, self.limits)
+        if reason and not any(told.startswith(TOO_LARGE) for told in self.not_explored):
+            self.leave_out(f"{TOO_LARGE}: {reason}")
+        return bool(reason)
+
     def leave_out(self, what: str) -> None:
         """Remember, for the verdict, what is not explored and why."""
         if what not in self.not_explored:
@@ -115,9 +126,22 @@ class Scene:
         """Whether one more end-to-end probe fits the count and the time."""
         return self.has_room(1 + CLOSING) and self.may_probe(stage)
 
+    def may_search(self, stage: Stage) -> bool:
+        """Whether one more end-to-end probe can be paid for, however many there were."""
+        return self.affords(stage, 1)
+
     def has_room(self, count: int) -> bool:
-        """Whether so many more end-to-end probes are not too many."""
-        return len(self.end_to_end) + count <= MOST_END_TO_END
+        """Whether so many more end-to-end probes are not too many, local search apart."""
+        planned = [trial for trial in self.end_to_end if trial.stage is not Stage.LOCAL]
+        return len(planned) + count <= MOST_END_TO_END
+
+
+def first_guesses(scene: Scene, stage: Stage) -> Plan:
+    """What was best in an earlier run, where it may be tried here."""
+    for config in scene.guesses:
+        known = scene.row_of(config) is not None or scene.rules_out(config)
+        if scene.space.admits(config) and not known and scene.may_probe(stage):
+            yield Ask(config=config, stage=stage, why="best of an earlier run")
 
 
 def device_ask(config: Config, why: str) -> Ask:

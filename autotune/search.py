@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.knobs import KNOBS, Family
 from autotune.metrics import SPEED
 from autotune.pareto import ROUNDS
-from autotune.scene import Ask, Plan, Scene, gain, speed_of
+from autotune.scene import Ask, Plan, Scene, first_guesses, gain, speed_of
 from autotune.space import ACCUMULATION, BATCH, PERSISTENT, PREFETCH, WORKERS, Space
 from autotune.staged import staged
 from autotune.types import Config, Stage, Trial, Value, whole
@@ -129,11 +129,13 @@ def path_configs(space: Space, baseline: Config, answer: Config) -> list[Config]
 
 def grid(scene: Scene) -> Plan:
     """Every config, in order."""
+    yield from first_guesses(scene, Stage.SEARCH)
     yield from _measure_all(scene, scene.space.grid())
 
 
 def randomly(scene: Scene) -> Plan:
     """Every config, shuffled."""
+    yield from first_guesses(scene, Stage.SEARCH)
     configs = list(scene.space.grid())
     random.Random(scene.seed).shuffle(configs)
     yield from _measure_all(scene, configs)
@@ -142,6 +144,8 @@ def randomly(scene: Scene) -> Plan:
 def tpe(scene: Scene) -> Plan:
     """Optuna's TPE; a failure is told as one, never as a slow config."""
     import optuna
+
+    yield from first_guesses(scene, Stage.SEARCH)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
@@ -153,24 +157,25 @@ def tpe(scene: Scene) -> Plan:
         if len(seen) >= total or not scene.affords(Stage.SEARCH, 1):
             return
         asked = study.ask()
-        config = _suggested(asked, scene.space)
+        config = suggested(asked, scene.space)
         row = scene.row_of(config)
-        if row is None:
+        if row is None and not scene.rules_out(config):
             row = yield Ask(config=config, stage=Stage.SEARCH, why="TPE")
         seen.add(config)
         _tell(study, asked, scene, row)
 
 
-def _tell(study: optuna.Study, asked: Any, scene: Scene, row: Trial) -> None:
+def _tell(study: optuna.Study, asked: Any, scene: Scene, row: Trial | None) -> None:
     import optuna
 
-    if row.ok and scene.fits(row):
+    if row is not None and row.ok and scene.fits(row):
         study.tell(asked, scene.score(row))
     else:
         study.tell(asked, state=optuna.trial.TrialState.FAIL)
 
 
-def _suggested(asked: Any, space: Space) -> Config:
+def suggested(asked: Any, space: Space) -> Config:
+    """The config of one of Optuna's trials: knobs as categories, batch and accumulation as one."""
     pairs = {f"{batch}x{steps}": (batch, steps) for batch, steps in space.pairs()}
     batch, steps = pairs[asked.suggest_categorical("batch x accumulation", list(pairs))]
     changes: dict[str, Value] = {BATCH: batch, ACCUMULATION: steps}
@@ -182,7 +187,7 @@ def _suggested(asked: Any, space: Space) -> Config:
 
 def _measure_all(scene: Scene, configs: Iterable[Config]) -> Plan:
     for config in configs:
-        if scene.row_of(config) is not None:
+        if scene.row_of(config) is not None or scene.rules_out(config):
             continue
         if not scene.affords(Stage.SEARCH, 1):
             scene.leave_out("the rest of the space: the budget ended")

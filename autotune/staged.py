@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 
 from autotune.ceilings import Ceilings
 from autotune.halves import SLACK, WORTH
-from autotune.scene import Ask, Climb, Plan, Scene, data_wait, gain, speed_of
+from autotune.local import notches, spend
+from autotune.scene import Ask, Climb, Plan, Scene, data_wait, first_guesses, gain, speed_of
 from autotune.space import (
     ACCUMULATION,
     BATCH,
@@ -17,7 +18,7 @@ from autotune.space import (
     WAIT_POLICY,
     WORKERS,
 )
-from autotune.types import Config, Label, Stage, Status, Suspect, Trial, Value, whole
+from autotune.types import Config, Label, Stage, Status, Suspect, Trial, whole
 
 MOST_VERIFIED = 6
 IMPROVED = 1.02
@@ -41,6 +42,7 @@ def staged(scene: Scene) -> Plan:
     yield from ceilings.loader.climb()
     yield from verify(scene, ceilings)
     yield from climb(scene, ceilings)
+    yield from spend(scene, ceilings)
     yield from simplify(scene)
     yield from ceilings.device.price_of_the_global_batch()
 
@@ -56,6 +58,7 @@ def again_if_cold(scene: Scene) -> Plan:
 
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:
     """End to end, in descending order; stops when no remaining bound beats the incumbent."""
+    yield from first_guesses(scene, Stage.VERIFY)
     bounds_hold = True
     verified = 0
     for candidate in ceilings.candidates():
@@ -63,10 +66,10 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
         if bounds_hold and incumbent and candidate.bound * (1 + SLACK) < WORTH * incumbent:
             scene.leave_out("other pairs of loader and device: their bounds are no higher")
             continue
-        if incumbent and candidate.predicted < HOPELESS * incumbent:
+        if incumbent and candidate.at_best < HOPELESS * incumbent:
             scene.leave_out("other pairs of loader and device: predicted to be slower")
             return
-        if scene.row_of(candidate.config) is not None:
+        if scene.row_of(candidate.config) is not None or scene.rules_out(candidate.config):
             continue
         if verified >= MOST_VERIFIED or not scene.may_measure(Stage.VERIFY):
             scene.leave_out("some pairs of loader and device: no probes were left for them")
@@ -130,7 +133,8 @@ def climb(scene: Scene, ceilings: Ceilings) -> Plan:
 
 def _better_neighbour(scene: Scene, ceilings: Ceilings, best: Trial) -> Climb:
     for config, why in _neighbours(scene, ceilings, best):
-        if scene.row_of(config) is not None or not scene.space.admits(config):
+        known = scene.row_of(config) is not None or scene.rules_out(config)
+        if known or not scene.space.admits(config):
             continue
         if not scene.may_measure(Stage.CLIMB):
             scene.leave_out("more neighbours of the best config: no probes were left for them")
@@ -185,10 +189,10 @@ def simplify(scene: Scene) -> Plan:
         reverted = scene.space.config(own, best.config)
         if scene.row_of(reverted) is not None or not scene.space.admits(reverted):
             continue
-        if not scene.may_measure(Stage.LOCAL):
+        if not scene.may_measure(Stage.CLIMB):
             return
         told = ", ".join(group)
-        yield Ask(config=reverted, stage=Stage.LOCAL, why=f"without {told}", beat=scene.to_beat())
+        yield Ask(config=reverted, stage=Stage.CLIMB, why=f"without {told}", beat=scene.to_beat())
 
 
 def _changed_groups(config: Config, base: Config) -> list[tuple[str, ...]]:
@@ -201,11 +205,3 @@ def _changed_groups(config: Config, base: Config) -> list[tuple[str, ...]]:
         if not depends_on_workers and not depends_on_batch:
             groups.append((BATCH, ACCUMULATION) if name == BATCH else (name,))
     return groups[::-1]
-
-
-def notches(values: tuple[Value, ...], current: Value, *, up_first: bool = False) -> list[Value]:
-    """The values next to the current one."""
-    ordered = sorted(values, key=whole)
-    below = [value for value in ordered if whole(value) < whole(current)][-1:]
-    above = [value for value in ordered if whole(value) > whole(current)][:1]
-    return [*above, *below] if up_first else [*below, *above]

@@ -441,6 +441,8 @@ class Trial:
     why: str = ""
     round: int = 0
     """Which interleaved round of finals it belongs to."""
+    reused: str = ""
+    """The earlier run in which it was measured; "" for this one."""
 
     @property
     def status(self) -> Status:
@@ -454,11 +456,14 @@ class Trial:
     @property
     def reason(self) -> str:
         """Why there is no usable number; what is to be known of an ok row."""
+        told = [f"reused from {self.reused}"] if self.reused else []
         if self.failure is not None:
-            return self.failure.message
-        if self.status is Status.DOMINATED:
-            return "stopped: cannot win"
-        return "; ".join(self.measurement.notes) if self.measurement is not None else ""
+            told.insert(0, self.failure.message)
+        elif self.status is Status.DOMINATED:
+            told.insert(0, "stopped: cannot win")
+        elif self.measurement is not None:
+            told[:0] = self.measurement.notes
+        return "; ".join(told)
 
     @property
     def ok(self) -> bool:

@@ -49,3 +49,6 @@ GRIDS = {
         at_once=6,
     ),
 }
+
+HELD_OUT = frozenset({"text", "failing"})
+"""Not looked at while the search was being tuned."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from made_up import CPU, EVERYTHING, FACTS, GIB
 from made_up import space as made_up_space
 
-from autotune import pareto, search
-from autotune.fitting import why_unfit
+from autotune.course import Aim, Course
+from autotune.evidence import Rows
 from autotune.metrics import SPEED
-from autotune.scene import Scene
+from autotune.scene import Ask
 from autotune.space import ACCUMULATION, BATCH, PREFETCH, WORKERS, Goal
 from autotune.types import (
     Block,
@@ -111,54 +111,38 @@ class Job:
     most: int = 60
     """Probes that are paid for."""
     limits: tuple = ()
-    trials: list = field(default_factory=list)
+    turned_down: str = ""
     asks: list = field(default_factory=list)
 
     def __post_init__(self):
         self.space = made_up_space(self.request, self.current, self.goal, self.machine, self.facts)
         self.numbers = random.Random(self.seed)
         self.answer = None
-        self.scene = Scene(
+        self.rows = Rows()
+        self.course = Course(
             space=self.space,
-            objective=SPEED,
-            limits=self.limits,
+            aim=Aim(objective=SPEED, limits=self.limits),
+            purse=self,
             seed=self.seed,
-            affords=self.affords,
-            ambiguous=lambda: False,
-            answer=lambda: self.decided().config if self.decided() else self.space.baseline,
-            trials=self.trials,
+            rows=self.rows,
         )
+        self.trials = self.rows.judged
+
+    @property
+    def scene(self):
+        return self.course.scene
 
     def run(self, sampler="staged"):
         """Measure the baseline, let the searcher search, decide."""
-        self.measure(search.Ask(config=self.space.baseline, stage=Stage.BASELINE, why="yours"))
-        plan = search.plan(sampler, self.scene)
-        try:
-            ask = next(plan)
-            while True:
-                ask = plan.send(self.measure(ask))
-        except StopIteration:
-            pass
-        self.answer = self.decided()
+        baseline = Ask(config=self.space.baseline, stage=Stage.BASELINE, why="yours")
+        if not self.course.ends_with(self.measure(baseline)):
+            self.course.run(sampler, self.measure)
+        self.answer = self.course.decide()
         return self
 
     def affords(self, stage, count):
         kept_back = 0 if stage in CLOSING else KEPT_BACK
         return len(self.asks) + count + kept_back <= self.most
-
-    def decided(self):
-        unfit = {t.config for t in self.trials if why_unfit(t, self.space, self.limits)}
-        allowed = {
-            t.config: self.space.admits(t.config) and t.config not in unfit for t in self.trials
-        }
-        return pareto.decide(
-            self.trials,
-            self.space.baseline,
-            allowed,
-            objective=SPEED,
-            limits=self.limits,
-            min_gain=0.02,
-        )
 
     def measure(self, ask):
         """The row of a probe."""
@@ -177,8 +161,7 @@ class Job:
             why=ask.why,
             round=ask.round,
         )
-        self.trials.append(row)
-        return row
+        return self.rows.take(row)
 
     def outcome(self, ask):
         law, config, cpus = self.law, ask.config, self.machine.cpus

@@ -542,9 +542,11 @@ LAYERS_DOWN = (
     {"driver"},
     {"measuring", "course"},
     {"report.progress", "report.verdict"},
-    {"report.words", "state", "search"},
+    {"report.words", "reuse"},
+    {"state", "search"},
     {
         "staged",
+        "local",
         "ceilings",
         "device_ladder",
         "loader_ladder",
@@ -561,7 +563,7 @@ LAYERS_DOWN = (
     {"launcher", "home", "hostwatch", "forkserver"},
     {"telemetry", *(f"telemetry.{name}" for name in TELEMETRY)},
     {"knobs", "metrics", "labels", "readings", "steady", "ending", "machine"},
-    {"source", "channel", "stop", "guard"},
+    {"source", "channel", "stop", "guard", "laws"},
     {"types", "errors", "parallel", "precision", "shm"},
 )
 """From the top down: a file imports from below itself, or beside itself without a circle."""

@@ -392,7 +392,7 @@ def test_finals_are_interleaved_and_turned_round_each_time():
 
 def test_an_ambiguous_answer_gets_more_rounds():
     known = job(LAWS["a loader that waits"])
-    known.scene.ambiguous = lambda: True
+    known.course.is_ambiguous = lambda: True
     assert len({a.round for a in known.run().asked(Stage.FINAL)}) == 6
 
 
