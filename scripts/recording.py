@@ -58,7 +58,7 @@ WRITE_EVERY = 10
 WINDOW_S = 3.0
 PASSES = 2
 BEST_SHARE = 0.05
-BEST_PASSES = 5
+BEST_PASSES = 8
 """The best configs are the ones that everything is compared with: they get more processes."""
 
 KINDS = {

@@ -135,13 +135,18 @@ class Recorded:
 
     @cached_property
     def half_width(self) -> float:
-        """Of the 95 % interval of the optimum's rate, relative."""
-        rates = self._rates[self.optimum]
-        if len(rates) < 2:
+        """Of the 95 % interval of the optimum's rate, relative.
+
+        What two processes of one config differ by is pooled over all of them: no single config has
+        enough processes to tell.
+        """
+        repeated = [rates for rates in self._rates.values() if len(rates) > 1]
+        freedom = sum(len(rates) - 1 for rates in repeated)
+        if not freedom:
             return math.inf
-        return (
-            t_quantile(0.975, len(rates) - 1) * stdev(rates) / math.sqrt(len(rates)) / fmean(rates)
-        )
+        squares = sum((len(rates) - 1) * (stdev(rates) / fmean(rates)) ** 2 for rates in repeated)
+        spread = math.sqrt(squares / freedom)
+        return t_quantile(0.975, freedom) * spread / math.sqrt(len(self._rates[self.optimum]))
 
     def share(self, config: Config) -> float:
         """A config's rate as a share of the optimum's; 0 for one that fails."""
