@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from autotune.pareto import ROUNDS
 from autotune.types import REFUSED, Sink, Stage, Trial
 
 WRITING_S = 1.0
 """Kept back for the files at the end."""
-FINALS_RESERVED = 6
-"""Baseline and one finalist, three times each."""
 ONE_ROUND = 2
-"""The same once: what the first candidate may not take from them."""
+"""Baseline and one finalist, once each: what the first candidate may not take from the finals."""
 LEAST_TIMEOUT_S = 20.0
 LEAST_WINDOW_S = 0.75
 """Three blocks: fewer carry no interval."""
@@ -54,6 +53,8 @@ class Budget:
         """What an interrupted run had spent already."""
         self.least_final_s = 0.0
         """What a final takes at least, before one has shown it."""
+        self.rounds_wanted: Callable[[], int] = lambda: ROUNDS
+        """How many rounds of finals the noise so far asks for."""
         self._most = most
         self._trials = trials
         self._started_s = started_s
@@ -98,7 +99,7 @@ class Budget:
         if self._most is None:
             return True
         launched = sum(trial.stage is not Stage.INSPECT for trial in probed(self._trials))
-        kept_back = 0 if stage in CLOSING else min(FINALS_RESERVED, self._most // 2)
+        kept_back = 0 if stage in CLOSING else min(self._finals_reserved, self._most // 2)
         if self._is_first_candidate(stage):
             kept_back = min(kept_back, ONE_ROUND)
         return launched + count + kept_back <= self._most
@@ -107,7 +108,11 @@ class Budget:
         """What the finals' share is; without a candidate there is nothing to repeat."""
         if stage in CLOSING or self._is_first_candidate(stage):
             return 0.0
-        return min(FINALS_RESERVED * self._cost_s(Stage.FINAL), self.total_s / 2)
+        return min(self._finals_reserved * self._cost_s(Stage.FINAL), self.total_s / 2)
+
+    @property
+    def _finals_reserved(self) -> int:
+        return ONE_ROUND * self.rounds_wanted()
 
     def _is_first_candidate(self, stage: Stage) -> bool:
         """Whether nothing but the baseline has been measured end to end."""

@@ -6,6 +6,7 @@ replay of a recorded one are the same course.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,9 +15,10 @@ from autotune import causes, pareto, search
 from autotune.budget import probed
 from autotune.evidence import Rows
 from autotune.fitting import why_unfit
-from autotune.metrics import Limit, Metric
-from autotune.scene import Ask, Scene
+from autotune.metrics import SPEED, Limit, Metric
+from autotune.scene import Ask, Scene, speed_of
 from autotune.space import BATCH, Space
+from autotune.steady import t_quantile
 from autotune.types import Config, Sink, Stage, Status, Trial, whole
 
 NOTHING_PAYS = "nothing more can pay"
@@ -29,6 +31,8 @@ class Purse(Protocol):
 
     turned_down: str
     """Why something that was worth a probe was not given one."""
+    rounds_wanted: Callable[[], int]
+    """How many rounds of finals to keep something back for."""
 
     def affords(self, stage: Stage, count: int) -> bool:
         """Whether so many more probes of the stage can be paid for."""
@@ -59,6 +63,9 @@ class Course:
     stopped_because: str = ""
     lost: bool = False
     """Whether the device is gone, so that nothing can be measured any more."""
+
+    def __post_init__(self) -> None:
+        self.purse.rounds_wanted = self.rounds_wanted
 
     @property
     def trials(self) -> list[Trial]:
@@ -152,6 +159,24 @@ class Course:
             if gain is not None and gain.low <= 1 + self.aim.min_gain < gain.high:
                 return True
         return False
+
+    def rounds_wanted(self) -> int:
+        """Rounds of finals that should tell the best row from the baseline, as noisy as they are.
+
+        Decided by the rows' own intervals, before a final has shown how much processes differ.
+        """
+        best, own = self.scene.best(), self.scene.row_of(self.space.baseline)
+        if best is None or own is None or best.config == own.config:
+            return pareto.ROUNDS
+        reached, before = speed_of(best), speed_of(own)
+        if self.aim.objective is not SPEED or reached is None or before is None:
+            return pareto.ROUNDS
+        margin = math.log(reached.value / before.value) - math.log1p(self.aim.min_gain)
+        spread = math.hypot(*((s.high - s.low) / 4 / s.value for s in (reached, before)))
+        for rounds in range(pareto.ROUNDS, search.MOST_ROUNDS):
+            if t_quantile(0.975, rounds - 1) * spread / math.sqrt(rounds) <= margin:
+                return rounds
+        return search.MOST_ROUNDS if margin > 0 else pareto.ROUNDS
 
     def best_so_far(self) -> pareto.Answer | None:
         """The best row, where the run ends before anything is verified."""

@@ -27,6 +27,8 @@ MISSED = 0.8
 """Share of its prediction below which loader and step are taken to be in each other's way."""
 WAITS = 0.02
 """Share of waiting for data below which loader settings are left alone."""
+WORTH_A_GLANCE = 1.2
+"""A loader that should gain this much is run with the user's own step before that is searched."""
 HOPELESS = 0.9
 """A prediction this far below the best measured rate is not worth a probe."""
 
@@ -38,6 +40,7 @@ def staged(scene: Scene) -> Plan:
     yield from again_if_cold(scene)
     if ceilings.halves.start in ceilings.halves.device:
         yield from ceilings.loader.climb()
+        yield from glance(scene, ceilings)
     yield from ceilings.device.climb()
     yield from ceilings.loader.climb()
     yield from verify(scene, ceilings)
@@ -54,6 +57,18 @@ def again_if_cold(scene: Scene) -> Plan:
     if row is None or Label.COLD not in row.labels or not scene.may_probe(Stage.BASELINE):
         return
     yield Ask(config=baseline, stage=Stage.BASELINE, why="again, from the page cache")
+
+
+def glance(scene: Scene, ceilings: Ceilings) -> Plan:
+    """The loader that was found, end to end at once where it should pay: a first thing to beat."""
+    own, best = scene.row_of(ceilings.halves.start), next(iter(ceilings.candidates()), None)
+    known = None if own is None else speed_of(own)
+    if best is None or known is None or best.predicted < WORTH_A_GLANCE * known.value:
+        return
+    if scene.row_of(best.config) is None and scene.may_measure(Stage.VERIFY):
+        trial = yield from _together(scene, best.config, scene.to_beat())
+        if best.workers and _misses(trial, best.predicted):
+            yield from share_cores(scene, best.config)
 
 
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -230,6 +231,10 @@ class Run:
     """What the search would have said at any time: its best row so far, at last its answer."""
     repeats: int = 0
     """Probes of configs that earlier ones had shown not to fit."""
+    found: Config | None = None
+    """The best row of the search, before it is asked whether a change is worth it."""
+    asks_s: list[float] = field(default_factory=list)
+    """Real seconds that the search took to think of each ask."""
 
     def __post_init__(self) -> None:
         self.now_s = self.recorded.startup_s
@@ -243,6 +248,7 @@ class Run:
             seed=self.seed,
             rows=self.rows,
         )
+        self._returned_s = time.perf_counter()
         self._report(self.recorded.space.baseline)
 
     # --- searches ---
@@ -255,6 +261,7 @@ class Run:
                 self.course.run(sampler, self.measure)
         except OverError:
             self.course.stopped_because = "the budget ended"
+        self.found = self.moments[-1].config
         if (answer := self.course.decide()) is not None:
             self._report(answer.config)
         return self
@@ -275,6 +282,13 @@ class Run:
         Raises:
             OverError: If it would have ended after the budget.
         """
+        self.asks_s.append(time.perf_counter() - self._returned_s)
+        try:
+            return self._measured(ask)
+        finally:
+            self._returned_s = time.perf_counter()
+
+    def _measured(self, ask: Ask) -> Trial:
         self.repeats += self._is_known_to_fail(ask)
         probe = self.dice.choice(self.recorded.probes(kind_of(ask), ask.config))
         measured, cost_s = None, probe.probe_s

@@ -118,6 +118,7 @@ class Job:
         self.space = made_up_space(self.request, self.current, self.goal, self.machine, self.facts)
         self.numbers = random.Random(self.seed)
         self.answer = None
+        self.rounds_wanted = None  # told by the course
         self.rows = Rows()
         self.course = Course(
             space=self.space,
