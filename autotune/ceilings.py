@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autotune import laws
 from autotune.device_ladder import DeviceLadder
-from autotune.halves import WORTH, Halves
+from autotune.halves import SLACK, WORTH, Halves
 from autotune.knobs import KNOBS, Family
 from autotune.loader_ladder import LoaderLadder
 from autotune.metrics import restart_s_per_sample
@@ -44,6 +44,8 @@ class Ceilings:
         self.halves = Halves(scene=scene, start=scene.space.start, base=scene.space.start)
         self.loader = LoaderLadder(self.halves)
         self.device = DeviceLadder(self.halves)
+        self.bounds_hold = True
+        """Until a config exceeds its own: then these ceilings bound nothing."""
 
     def first_look(self) -> Plan:
         """Both halves as they are: which one holds the other back."""
@@ -109,27 +111,49 @@ class Ceilings:
     def _candidate(self, device: Config, workers: int) -> Candidate:
         compute = self.halves.device[device]
         config = self.with_workers(device, workers)
-        bound = self.halves.device_bound(device)
         predicted = at_best = compute.value
         if workers in self.halves.loader:
-            bounds = (bound, self.halves.loader_bound(workers))
-            turns = 1 / max(sum(1 / high for high in bounds), 1e-12)
-            bound = min(bounds) if workers else turns
             predicted, at_best = self._expected(device, config)
         return Candidate(
-            config=config, workers=workers, predicted=predicted, at_best=at_best, bound=bound
+            config=config,
+            workers=workers,
+            predicted=predicted,
+            at_best=at_best,
+            bound=self.bound(config),
         )
+
+    def cannot_beat(self, config: Config, incumbent: float | None) -> bool:
+        """Whether even its bound lies clearly below what the incumbent makes."""
+        if incumbent is None or not self.bounds_hold:
+            return False
+        return self.bound(config) * (1 + SLACK) < WORTH * incumbent
+
+    def bound(self, config: Config) -> float:
+        """What a config cannot exceed, samples/s; infinite where no half of it is known."""
+        device, workers = self._device_half(config), whole(config.get(WORKERS))
+        bounds = [math.inf, math.inf]
+        if device in self.halves.device:
+            bounds[0] = self.halves.device_bound(device)
+        if workers in self.halves.loader:
+            bounds[1] = self.halves.loader_bound(workers)
+        if workers:
+            return min(bounds)
+        turns = sum(1 / high for high in bounds)
+        return 1 / turns if turns else math.inf
 
     def expected(self, config: Config) -> tuple[float, float] | None:
         """What a config should make by its halves, at least and at best; None where one is unknown.
 
         Samples/s.
         """
-        start = self.halves.start
-        rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
-        device = self.scene.space.config(rest, start)
+        device = self._device_half(config)
         known = device in self.halves.device and whole(config.get(WORKERS)) in self.halves.loader
         return self._expected(device, config) if known else None
+
+    def _device_half(self, config: Config) -> Config:
+        """The config whose device-alone probe tells of this one's step."""
+        rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
+        return self.scene.space.config(rest, self.halves.start)
 
     def _expected(self, device: Config, config: Config) -> tuple[float, float]:
         workers = whole(config.get(WORKERS))

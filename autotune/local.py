@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 
 from autotune.ceilings import Ceilings
 from autotune.scene import Ask, Climb, Plan, Scene, gain, speed_of
-from autotune.space import ACCUMULATION, BATCH, WORKERS
+from autotune.space import ACCUMULATION, BATCH, PERSISTENT, WORKERS
 from autotune.types import Config, Stage, Trial, Value, whole
 
 HOLDS = 0.03
@@ -69,7 +69,8 @@ def _neighbours(scene: Scene, ceilings: Ceilings, config: Config) -> Iterator[tu
     """Configs that differ in one knob and are not ruled out, the most promising first."""
     found: dict[Config, str] = {}
     for name in scene.space.searched():
-        if name in (BATCH, ACCUMULATION) or name not in config:
+        # An epoch's border is seldom in a short window: its cost is measured by itself.
+        if name in (BATCH, ACCUMULATION, PERSISTENT) or name not in config:
             continue
         for value in _other_values(scene, name, config[name]):
             found[_changed(scene, ceilings, config, name, value)] = f"{name}={value}"
@@ -78,7 +79,11 @@ def _neighbours(scene: Scene, ceilings: Ceilings, config: Config) -> Iterator[tu
         found[sized] = f"micro-batch {batch}"
     unknown = [c for c in found if scene.row_of(c) is None and scene.space.admits(c)]
     unknown.sort(key=lambda other: -_promise(ceilings, other))
-    return ((c, found[c]) for c in unknown if not scene.rules_out(c))
+    return (
+        (c, found[c])
+        for c in unknown
+        if not ceilings.cannot_beat(c, scene.to_beat()) and not scene.rules_out(c)
+    )
 
 
 def _changed(scene: Scene, ceilings: Ceilings, config: Config, name: str, value: Value) -> Config:

@@ -17,7 +17,7 @@ from autotune.types import Config, Stage, Trial, Value, whole
 if TYPE_CHECKING:
     import optuna
 
-MOST_FINALISTS = 3
+MOST_FINALISTS = 4
 """The baseline among them."""
 NEAR = 1.04
 """Rows of one probe each that differ less than this could be tied."""
@@ -66,7 +66,7 @@ def _may_repeat(scene: Scene, order: list[Config]) -> bool:
 
 
 def _finalists(scene: Scene) -> list[Config]:
-    """The simplest of those that are as good as the best, and more that could be tied with it."""
+    """The simplest of those that are as good as the best, the best, and more that could be tied."""
     best = scene.best()
     if best is None:
         return []
@@ -83,9 +83,13 @@ def _finalists(scene: Scene) -> list[Config]:
         worse = gain(scene, best, trial) > AS_GOOD
         return worse, len(config.changed_from(baseline)), whole(config.get(WORKERS))
 
-    most = MOST_FINALISTS if scene.affords(Stage.FINAL, ROUNDS * MOST_FINALISTS) else 1
-    others = [trial.config for trial in sorted(near, key=complexity)]
-    return others[: max(1, most - 1)] if others else [best.config]
+    ordered = [trial.config for trial in sorted(near, key=complexity)]
+    if not ordered:
+        return [best.config]
+    others = list(dict.fromkeys([ordered[0], best.config, *ordered]))
+    counts = range(min(len(others) + 1, MOST_FINALISTS), 2, -1)
+    most = next((n for n in counts if scene.affords(Stage.FINAL, ROUNDS * n)), 2)
+    return others[: most - 1]
 
 
 def _could_pay(scene: Scene, trial: Trial) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from autotune.ceilings import Ceilings
-from autotune.halves import SLACK, WORTH
+from autotune.halves import SLACK
 from autotune.local import notches, spend
 from autotune.scene import Ask, Climb, Plan, Scene, data_wait, first_guesses, gain, speed_of
 from autotune.space import (
@@ -46,7 +46,7 @@ def staged(scene: Scene) -> Plan:
     yield from verify(scene, ceilings)
     yield from climb(scene, ceilings)
     yield from spend(scene, ceilings)
-    yield from simplify(scene)
+    yield from simplify(scene, ceilings)
     yield from ceilings.device.price_of_the_global_batch()
 
 
@@ -74,11 +74,10 @@ def glance(scene: Scene, ceilings: Ceilings) -> Plan:
 def verify(scene: Scene, ceilings: Ceilings) -> Plan:
     """End to end, in descending order; stops when no remaining bound beats the incumbent."""
     yield from first_guesses(scene, Stage.VERIFY)
-    bounds_hold = True
     verified = 0
     for candidate in ceilings.candidates():
         incumbent = scene.to_beat()
-        if bounds_hold and incumbent and candidate.bound * (1 + SLACK) < WORTH * incumbent:
+        if ceilings.cannot_beat(candidate.config, incumbent):
             scene.leave_out("other pairs of loader and device: their bounds are no higher")
             continue
         if incumbent and candidate.at_best < HOPELESS * incumbent:
@@ -93,7 +92,7 @@ def verify(scene: Scene, ceilings: Ceilings) -> Plan:
         trial = yield from _together(scene, candidate.config, incumbent)
         reached = speed_of(trial)
         if reached is not None and reached.low > candidate.bound * (1 + SLACK):
-            bounds_hold = False  # a rate above its own bound: these ceilings bound nothing
+            ceilings.bounds_hold = False
         if candidate.workers and _misses(trial, candidate.predicted):
             yield from share_cores(scene, candidate.config)
 
@@ -151,6 +150,8 @@ def _better_neighbour(scene: Scene, ceilings: Ceilings, best: Trial) -> Climb:
         known = scene.row_of(config) is not None or scene.rules_out(config)
         if known or not scene.space.admits(config):
             continue
+        if ceilings.cannot_beat(config, scene.to_beat()):
+            continue
         if not scene.may_measure(Stage.CLIMB):
             scene.leave_out("more neighbours of the best config: no probes were left for them")
             return None
@@ -192,8 +193,11 @@ def _loader_neighbours(
             yield space.config({PREFETCH: value}, config), f"prefetch factor {value}"
 
 
-def simplify(scene: Scene) -> Plan:
-    """Measure the best config without each of its changes: one that does not pay is taken back."""
+def simplify(scene: Scene, ceilings: Ceilings) -> Plan:
+    """Measure the best config without each of its changes: one that does not pay is taken back.
+
+    A change whose ceiling shows that it pays need not be measured once more.
+    """
     best = scene.best()
     if best is None:
         return
@@ -203,6 +207,8 @@ def simplify(scene: Scene) -> Plan:
         own = {name: base[name] for name in group if name in base}
         reverted = scene.space.config(own, best.config)
         if scene.row_of(reverted) is not None or not scene.space.admits(reverted):
+            continue
+        if ceilings.cannot_beat(reverted, scene.to_beat()):
             continue
         if not scene.may_measure(Stage.CLIMB):
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median, stdev
+from statistics import NormalDist, fmean, median
 
 from autotune.types import Block, Estimate, Label
 
@@ -109,6 +109,12 @@ def spread(values: Sequence[float], confidence: float = CONFIDENCE) -> float:
     if len(values) < 2:
         return math.inf
     return _quantile(len(values), confidence) * stdev(values) / math.sqrt(len(values))
+
+
+def stdev(values: Sequence[float]) -> float:
+    """Standard deviation of a sample of two or more; the standard library's is exact and slow."""
+    mean = fmean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _first_counted(blocks: Sequence[Block]) -> int:

@@ -283,6 +283,7 @@ class Order:
     scratch: Path
     device: str
     passes: int = PASSES
+    best_passes: int = BEST_PASSES
     window_s: float = WINDOW_S
     """Short windows suffice where fresh processes repeat them; none ends early."""
     block_s: float = 0.25
@@ -305,7 +306,7 @@ def record_grid(order: Order, clock: Clock) -> Record:
         try:
             for turn in range(order.passes):
                 crew.visit(one_pass(record.space, turn, order.about["seed"]))
-            for turn in range(order.passes, BEST_PASSES if order.passes >= PASSES else 0):
+            for turn in range(order.passes, order.best_passes if order.passes >= PASSES else 0):
                 crew.visit(best_again(record, turn))
         except OutOfTimeError:
             say("the time is over")

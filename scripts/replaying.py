@@ -138,10 +138,11 @@ class Recorded:
     def half_width(self) -> float:
         """Of the 95 % interval of the optimum's rate, relative.
 
-        What two processes of one config differ by is pooled over all of them: no single config has
-        enough processes to tell.
+        What two processes of one config differ by is pooled over the best ones: no single config
+        has enough processes to tell.
         """
-        repeated = [rates for rates in self._rates.values() if len(rates) > 1]
+        most = max(map(len, self._rates.values()))
+        repeated = [rates for rates in self._rates.values() if len(rates) > most / 2]
         freedom = sum(len(rates) - 1 for rates in repeated)
         if not freedom:
             return math.inf

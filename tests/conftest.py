@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,13 @@ def nothing_left(request, tmp_path_factory):
     if request.node.get_closest_marker("outlived"):
         yield
         return
-    temporary = tmp_path_factory.mktemp("temporary")
+    with leaving_nothing(tmp_path_factory.mktemp("temporary")):
+        yield
+
+
+@contextmanager
+def leaving_nothing(temporary):
+    """Fail at the end if what was started inside has left something behind."""
     own = {MARK: uuid.uuid4().hex, "TMPDIR": str(temporary)}
     kept = {name: os.environ.get(name) for name in own}
     os.environ.update(own)

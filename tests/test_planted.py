@@ -9,11 +9,15 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import ruler
+from conftest import leaving_nothing
 
 import autotune
 from autotune import exporters
@@ -29,25 +33,80 @@ CLOSE = 0.97
 ONLY_BATCH = {"train": {"batch_size": "auto", "accumulation_steps": "auto"}}
 ONLY_PRECISION = {"train": {"precision": ["default", "fp16"]}}
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks"),
+    pytest.mark.outlived,
+]
 
 
-@pytest.fixture
-def tune(tmp_path):
-    """Tune a planted job into a folder of its own."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is tuned, for how long, with which options."""
 
-    def run(name, budget, *, space="default", **options):
-        model, _, factory = name.partition(":")
+    model: str
+    budget: str
+    options: dict = field(default_factory=dict)
+
+
+def job(model, budget, **options):
+    return Job(model=model, budget=budget, options=options)
+
+
+JOBS = {
+    "waits": job("waiting_loader", "45s", space="loader"),
+    "bucket": job("token_bucket", "35s", space="loader"),
+    "held": job("device_affine", "40s"),
+    "free": job("device_affine", "40s", space=ONLY_BATCH, global_batch="free"),
+    "nothing": job("no_knob_matters", "30s"),
+    "full": job("fails_above:OutOfMemory", "35s", space=ONLY_BATCH, global_batch="free"),
+    "starts above": job("fails_above:StartsAbove", "30s", space=ONLY_BATCH, global_batch="free"),
+    "tiny": job("tiny_dataset", "30s", space=ONLY_BATCH, max_probes=6),
+    "hangs, unused": job("hangs_in_worker:Unused", "30s", space="loader", max_probes=8),
+    "hangs, in use": job("hangs_in_worker:InUse", "30s", space="loader", max_probes=8),
+    "dies": job("worker_dies", "25s", space="loader"),
+    "fp16": job("fp16_overflow", "30s", space=ONLY_PRECISION),
+    "unpicklable": job("unpicklable", "30s", space="loader", max_probes=9),
+    "repeats, unused": job("iterable_duplicates:Unused", "30s", space="loader", max_probes=8),
+    "repeats, in use": job("iterable_duplicates:InUse", "30s", space="loader", max_probes=6),
+}
+"""In the order of the tests."""
+
+
+class Ahead:
+    """Tunes the job that is asked for and the next one, side by side: both mostly sleep."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.runs = {}
+        self.pool = ThreadPoolExecutor(2)
+
+    def __call__(self, name):
+        names = list(JOBS)
+        for one in names[names.index(name) :][:2]:
+            if one not in self.runs:
+                self.runs[one] = self.pool.submit(self.tuned, JOBS[one])
+        run = self.runs[name].result()
+        assert len(end_to_end(run)) <= MOST_END_TO_END
+        return run
+
+    def tuned(self, known):
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        options = {"output": str(folder / "run"), **known.options}
+        if isinstance(options.get("space"), dict):
+            (folder / "space.yaml").write_text(json.dumps(options["space"]))
+            options["space"] = str(folder / "space.yaml")
+        model, _, factory = known.model.partition(":")
         reference = f"{PLANTED / model}.py" + (f":{factory}" if factory else "")
-        if not isinstance(space, str):
-            (tmp_path / "space.yaml").write_text(json.dumps(space))
-            space = str(tmp_path / "space.yaml")
-        folder = str(tmp_path / "run")
-        done = autotune.tune(reference, budget=budget, space=space, output=folder, **options)
-        assert len(end_to_end(done)) <= MOST_END_TO_END
-        return done
+        return autotune.tune(reference, budget=known.budget, **options)
 
-    return run
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """The run of a planted job, by name."""
+    with leaving_nothing(tmp_path_factory.mktemp("temporary")):
+        ahead = Ahead(tmp_path_factory.mktemp("planted"))
+        yield ahead
+        ahead.pool.shutdown()
 
 
 def end_to_end(run):
@@ -112,8 +171,8 @@ def trained(model, line, folder):
 # The right knob is found
 
 
-def test_workers_that_wait_are_many_more_than_the_cores(tune, tmp_path):
-    run = tune("waiting_loader", "45s", space="loader")
+def test_workers_that_wait_are_many_more_than_the_cores(tuned, tmp_path):
+    run = tuned("waits")
     assert not run.keep
     assert answer(run)["loader.num_workers"] >= 8
     assert run.speedup.low > 5
@@ -122,15 +181,15 @@ def test_workers_that_wait_are_many_more_than_the_cores(tune, tmp_path):
     the_printed_line_does_what_was_claimed(run, tmp_path)
 
 
-def test_storage_is_asked_by_few_workers(tune):
-    run = tune("token_bucket", "35s", space="loader")
+def test_storage_is_asked_by_few_workers(tuned):
+    run = tuned("bucket")
     assert not run.keep
     assert answer(run)["loader.num_workers"] in (1, 2)
     assert run.speedup.low > 1.2
 
 
-def test_a_held_global_batch_is_made_without_accumulation(tune):
-    run = tune("device_affine", "40s")
+def test_a_held_global_batch_is_made_without_accumulation(tuned):
+    run = tuned("held")
     assert answer(run)["train.batch_size"] == 32
     assert answer(run)["train.accumulation_steps"] == 1
     assert answer(run).get("loader.num_workers") == 0
@@ -138,15 +197,15 @@ def test_a_held_global_batch_is_made_without_accumulation(tune):
     assert is_close_to_the_best("device_affine", answer(run))
 
 
-def test_a_free_global_batch_grows_until_it_gains_no_more(tune):
-    run = tune("device_affine", "40s", space=ONLY_BATCH, global_batch="free")
+def test_a_free_global_batch_grows_until_it_gains_no_more(tuned):
+    run = tuned("free")
     assert answer(run)["train.batch_size"] in (128, 256)
     assert answer(run)["train.accumulation_steps"] == 1
     assert run.speedup.value > 2
 
 
-def test_where_no_knob_matters_yours_are_kept(tune):
-    run = tune("no_knob_matters", "30s")
+def test_where_no_knob_matters_yours_are_kept(tuned):
+    run = tuned("nothing")
     assert run.keep
     assert answer(run)["train.batch_size"] == 32
     assert answer(run)["loader.num_workers"] == 0
@@ -156,16 +215,16 @@ def test_where_no_knob_matters_yours_are_kept(tune):
 # What fails is a row with a reason, and the run goes on
 
 
-def test_the_batch_stops_below_the_size_that_fails(tune):
-    run = tune("fails_above:OutOfMemory", "35s", space=ONLY_BATCH, global_batch="free")
+def test_the_batch_stops_below_the_size_that_fails(tuned):
+    run = tuned("full")
     assert answer(run)["train.batch_size"] == 48
     failing = rows_with(run, train_batch_size=64)
     assert set(failing.status) == {"out_of_memory"}
     assert failing.reason.str.startswith("device: ").all()
 
 
-def test_a_batch_of_yours_that_fails_is_descended_from(tune):
-    run = tune("fails_above:StartsAbove", "25s", space=ONLY_BATCH, global_batch="free")
+def test_a_batch_of_yours_that_fails_is_descended_from(tuned):
+    run = tuned("starts above")
     assert answer(run)["train.batch_size"] == 48
     assert run.speedup is None
     assert not run.keep
@@ -175,8 +234,8 @@ def test_a_batch_of_yours_that_fails_is_descended_from(tune):
     assert len(run.trials[run.trials.status == "error"]) <= 4
 
 
-def test_a_dataset_smaller_than_the_batch_is_told_and_left_behind(tune):
-    run = tune("tiny_dataset", "25s", space=ONLY_BATCH, max_probes=6)
+def test_a_dataset_smaller_than_the_batch_is_told_and_left_behind(tuned):
+    run = tuned("tiny")
     baseline = run.trials[run.trials.stage == "baseline"].iloc[0]
     assert baseline.status == "invalid"
     assert baseline.reason.startswith("0 batches: a dataset of 20 samples")
@@ -186,9 +245,8 @@ def test_a_dataset_smaller_than_the_batch_is_told_and_left_behind(tune):
 
 
 @pytest.mark.parametrize("workers", ["unused", "in use"])
-def test_a_worker_that_hangs_costs_one_probe(tune, workers):
-    variant = {"unused": "Unused", "in use": "InUse"}[workers]
-    run = tune(f"hangs_in_worker:{variant}", "25s", space="loader", max_probes=8)
+def test_a_worker_that_hangs_costs_one_probe(tuned, workers):
+    run = tuned(f"hangs, {workers}")
     assert answer(run)["loader.num_workers"] == 0
     hung = run.trials[run.trials.status == "timeout"]
     assert 1 <= len(hung) <= 3
@@ -197,8 +255,8 @@ def test_a_worker_that_hangs_costs_one_probe(tune, workers):
     assert run.keep == (workers == "unused")
 
 
-def test_a_worker_that_dies_leaves_the_job_without_workers(tune):
-    run = tune("worker_dies", "20s", space="loader")
+def test_a_worker_that_dies_leaves_the_job_without_workers(tuned):
+    run = tuned("dies")
     assert run.keep
     assert answer(run)["loader.num_workers"] == 0
     failed = run.trials[run.trials["loader.num_workers"] > 0]
@@ -207,8 +265,8 @@ def test_a_worker_that_dies_leaves_the_job_without_workers(tune):
     assert failed.reason.str.contains("worker died").all()
 
 
-def test_fp16_that_skips_every_step_is_invalid(tune):
-    run = tune("fp16_overflow", "25s", space=ONLY_PRECISION)
+def test_fp16_that_skips_every_step_is_invalid(tuned):
+    run = tuned("fp16")
     skipped = rows_with(run, train_precision="fp16")
     assert set(skipped.status) == {"invalid"}
     assert skipped.reason.str.contains("fp16").all()
@@ -224,17 +282,15 @@ def test_a_loss_that_is_no_number_ends_the_run(cli, tmp_path):
     assert not (tmp_path / "run" / "overrides.txt").exists()
 
 
-def test_what_cannot_be_pickled_is_forked(tune):
-    run = tune("unpicklable", "25s", space="loader", max_probes=9)
+def test_what_cannot_be_pickled_is_forked(tuned):
+    run = tuned("unpicklable")
     assert set(run.trials.status) <= {"ok", "dominated", "not_applicable"}
     assert answer(run)["loader.num_workers"] >= 4
 
 
 @pytest.mark.parametrize("workers", ["unused", "in use"])
-def test_workers_that_repeat_the_data_never_win(tune, workers):
-    variant = {"unused": "Unused", "in use": "InUse"}[workers]
-    most = {"unused": 8, "in use": 6}[workers]
-    run = tune(f"iterable_duplicates:{variant}", "25s", space="loader", max_probes=most)
+def test_workers_that_repeat_the_data_never_win(tuned, workers):
+    run = tuned(f"repeats, {workers}")
     assert answer(run)["loader.num_workers"] <= 1
     refused = run.trials[run.trials.status == "not_applicable"]
     assert refused.reason.str.contains("every worker repeats it").any()
