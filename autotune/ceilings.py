@@ -19,6 +19,8 @@ from autotune.scene import Plan, Scene
 from autotune.space import PERSISTENT, PREFETCH, THREADS, WORKERS
 from autotune.types import Config, Estimate, Value, whole
 
+ABOUT = 0.95
+"""How near a prediction must come to the best one to count as tied: the queue's law is rough."""
 RESTART_MATTERS = 0.005
 """Share of an epoch's time above which workers are kept from epoch to epoch."""
 
@@ -67,13 +69,15 @@ class Ceilings:
         ]
         if not pairs:
             return [self._unmeasured()]
-        most = max(pair.predicted for pair in pairs)
+        predicted = max(pair.predicted for pair in pairs)
+        at_best = max(pair.at_best for pair in pairs)
 
-        def in_order(pair: Candidate) -> tuple[float, int, int]:
-            # What is predicted to be as fast as the best is a tie: the simplest goes first.
-            tied = pair.predicted * WORTH >= most
+        def in_order(pair: Candidate) -> tuple[float, int, int, int]:
+            # What should be as fast as the best is a tie: the simplest goes first.
+            tied = pair.at_best * WORTH >= at_best and pair.predicted >= ABOUT * predicted
             changes = len(pair.config.changed_from(self.halves.start))
-            return (-most if tied else -pair.predicted, changes, pair.workers)
+            size = self.scene.space.micro_batch(pair.config)
+            return (-predicted if tied else -pair.predicted, changes, pair.workers, size)
 
         pairs.sort(key=in_order)
         best: dict[int, Candidate] = {}
