@@ -59,25 +59,44 @@ class Earlier:
 
     def row_for(self, ask: Ask, number: int) -> Trial | None:
         """The row that the ask would measure again; it costs nothing now."""
+        wanted = (ask.config, ask.source, ask.sink, ask.stage)
         for trial in self.trials:
-            same = (trial.config, trial.source, trial.sink, trial.stage)
-            if same == (ask.config, ask.source, ask.sink, ask.stage):
-                return replace(
-                    trial, number=number, why=ask.why, probe_s=0.0, reused=self.folder.name
-                )
+            if (trial.config, trial.source, trial.sink, trial.stage) == wanted:
+                origin = trial.reused or self.folder.name
+                return replace(trial, number=number, why=ask.why, probe_s=0.0, reused=origin)
         return None
 
 
 def find(state: RunState) -> Earlier | None:
     """The newest finished run beside this one that is of the same job; else of one like it."""
-    alike: tuple[Path, Mapping[str, Any]] | None = None
+    alike = None
     for folder, content in _finished(state.folder):
-        if content["model"]["path"] != state.checked.model.path and not _same_file(state, content):
+        try:
+            found = _looked_at(state, folder, content)
+        except Exception:  # noqa: BLE001 - whatever is wrong with another run, this one goes on
             continue
-        if _is_same(state, content):
-            return _same(folder, content)
-        alike = alike or (folder, content)
-    return None if alike is None else _alike(*alike)
+        if found is not None and found.same:
+            return found
+        alike = alike or found
+    return alike
+
+
+def _looked_at(state: RunState, folder: Path, content: Mapping[str, Any]) -> Earlier | None:
+    if content["model"]["path"] != state.checked.model.path and not _same_file(state, content):
+        return None
+    trials = judged(read_trials(folder))
+    key = content["answer"]["best_key"]
+    answer = next((trial.config for trial in trials if trial.config.key == key), None)
+    if not _is_same(state, content) or not (own := _own_rows(trials, state.baseline)):
+        return Earlier(folder=folder, answer=answer, trials=())
+    counting = [trial for trial in trials if _counts(trial)]
+    return Earlier(folder=folder, answer=answer, trials=counting, baseline=own[-1])
+
+
+def _own_rows(trials: Sequence[Trial], baseline: Config) -> list[Trial]:
+    """What the user's own config made, loader and training together."""
+    together = [t for t in trials if t.config == baseline and t.end_to_end and t.ok]
+    return [trial for trial in together if trial.stage is not Stage.INSPECT]
 
 
 def _finished(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
@@ -124,33 +143,8 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
-def _same(folder: Path, content: Mapping[str, Any]) -> Earlier | None:
-    trials = judged(read_trials(folder))
-    baseline = Config(content["space"]["baseline"])
-    measured = [t for t in trials if t.config == baseline and t.end_to_end and t.ok]
-    measured = [t for t in measured if t.stage is not Stage.INSPECT]
-    if not measured:
-        return _alike(folder, content)
-    return Earlier(
-        folder=folder,
-        answer=_answer(trials, content),
-        trials=[trial for trial in trials if _counts(trial)],
-        baseline=measured[-1],
-    )
-
-
-def _alike(folder: Path, content: Mapping[str, Any]) -> Earlier:
-    answer = _answer(read_trials(folder), content)
-    return Earlier(folder=folder, answer=answer, trials=())
-
-
 def _counts(trial: Trial) -> bool:
     """Whether the row says something that a day does not change."""
     clear = trial.ok and not UNSURE & set(trial.labels)
     settled = trial.status in (Status.OUT_OF_MEMORY, Status.DOMINATED)
     return trial.stage in REUSED and (clear or settled)
-
-
-def _answer(trials: Sequence[Trial], content: Mapping[str, Any]) -> Config | None:
-    key = content["answer"]["best_key"]
-    return next((trial.config for trial in trials if trial.config.key == key), None)

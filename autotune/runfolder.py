@@ -22,7 +22,7 @@ from autotune.options import Checked, Options, checked, refuse_several_tasks, re
 from autotune.types import Config, Machine, write_atomically
 
 RUN_FILE = "run.json"
-RUN_SCHEMA = 1
+RUN_SCHEMA = 2
 RESULTS = "results"
 """Where runs go that were given no folder, below the current one."""
 

@@ -23,7 +23,7 @@ from autotune.readings import (
     mean_over_time,
     with_energy,
 )
-from autotune.types import DeviceReading, Label, Measurement, decode, encode
+from autotune.types import SCHEMA, DeviceReading, Label, Measurement, decode, encode
 
 S = 10**9
 QUIET = DeviceReading(index=0, event_reasons=0x4, others=0, others_bytes=0, others_util_pct=0.0)
@@ -215,7 +215,7 @@ def test_power_and_energy_are_sums_over_ranks():
 def test_a_reading_survives_being_stored():
     known = measurement(devices=(replace(QUIET, uuid="GPU-1", estimated=True, used_bytes=5),))
     assert decode(Measurement, encode(known)) == known
-    as_a_child_writes_it = json.dumps({"schema": 1, **asdict(measurement())})
+    as_a_child_writes_it = json.dumps({"schema": SCHEMA, **asdict(measurement())})
     assert decode(Measurement, as_a_child_writes_it).devices == ()
 
 

@@ -194,6 +194,14 @@ def test_what_is_no_finished_run_of_this_job_is_left_alone(runs, change):
     assert not [ask for ask in asked if ask.why == "best of an earlier run"]
 
 
+def test_a_broken_run_beside_this_one_is_passed_over(runs):
+    runs()
+    (runs.folder / "run1" / "study.db").write_bytes(b"no database")
+    state, told, _ = runs()
+    assert "run1" not in told
+    assert state.answer is not None
+
+
 def test_the_newest_run_of_the_same_job_counts(runs):
     runs()
     runs(no_reuse=True)

@@ -17,6 +17,7 @@ from autotune.store import COLUMNS, Store, read_trials, row_of, table, write_tab
 from autotune.types import (
     FAILED,
     REFUSED,
+    SCHEMA,
     Config,
     Failure,
     Label,
@@ -273,12 +274,14 @@ def broken(*_):
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.stage}-{row.status}")
 def test_a_row_is_the_same_after_its_text(row):
     assert decode(Trial, encode(row)) == row
-    assert json.loads(encode(row))["schema"] == 1
+    assert json.loads(encode(row))["schema"] == SCHEMA
 
 
 def test_text_of_another_version_is_refused():
-    text = encode(measurement()).replace('"schema": 1', '"schema": 2')
-    with pytest.raises(ValueError, match="format 2, this version reads format 1"):
+    text = encode(measurement()).replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}')
+    with pytest.raises(
+        ValueError, match=f"format {SCHEMA + 1}, this version reads format {SCHEMA}"
+    ):
         decode(Trial, text)
 
 
