@@ -26,6 +26,7 @@ REQUIRED = {
     "optuna": "optuna",
     "pynvml": "nvidia-ml-py",
     "hydra": "hydra-core",
+    "numpy": "numpy",
     "pandas": "pandas",
     "pyarrow": "pyarrow",
     "psutil": "psutil",

@@ -17,7 +17,7 @@ from autotune.types import Config, Stage, Trial, Value, whole
 if TYPE_CHECKING:
     import optuna
 
-MOST_FINALISTS = 4
+MOST_FINALISTS = 3
 """The baseline among them."""
 NEAR = 1.04
 """Rows of one probe each that differ less than this could be tied."""

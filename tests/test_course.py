@@ -70,7 +70,7 @@ def test_the_budget_keeps_back_as_many_finals_as_the_noise_asks_for():
 
 
 def test_a_course_ends_by_itself_and_says_why():
-    known = course()
+    known = course(trial(SPACE.baseline, 100.0, stage=Stage.BASELINE))
 
     def measure(ask):
         return known.rows.take(

@@ -50,6 +50,11 @@ def on_machine(request):
     return made
 
 
+def planned(known):
+    """End-to-end probes, local search apart: where the halves do not add up, it goes on."""
+    return sum(ask.stage is not Stage.LOCAL for ask in known.end_to_end())
+
+
 # --- the default searcher -----------------------------------------------------------------------
 
 
@@ -58,7 +63,7 @@ def test_staged_comes_within_two_percent_of_the_best_in_few_probes(on_machine, n
     known = on_machine(LAWS[name], goal=Goal(size=256)).run()
     # Where a doubling of the micro-batch gains less than 2 %, the ladder ends.
     assert known.found() > (0.96 if name == "a costly optimizer" else 0.98)
-    assert len(known.end_to_end()) <= MOST_END_TO_END
+    assert planned(known) <= MOST_END_TO_END
     assert len(known.asks) <= 40
     assert known.answer.verified
 
@@ -67,7 +72,7 @@ def test_staged_comes_within_two_percent_of_the_best_in_few_probes(on_machine, n
 def test_with_a_free_batch_staged_takes_the_smallest_that_is_about_as_fast(on_machine, name):
     known = on_machine(LAWS[name]).run()
     assert known.found() > 0.95
-    assert len(known.end_to_end()) <= MOST_END_TO_END
+    assert planned(known) <= MOST_END_TO_END
     assert len(known.asks) <= 45
 
 
