@@ -9,9 +9,10 @@ from oracle import Job, Law
 from autotune.ceilings import Ceilings
 from autotune.local import HOLDS, structure_holds
 from autotune.scene import speed_of
-from autotune.space import BATCH, PREFETCH, WAIT_POLICY, WORKERS
+from autotune.space import BATCH, PREFETCH, THREADS, WAIT_POLICY, WORKERS
 from autotune.types import Stage
 
+PRECISION = "train.precision"
 YOURS = {WORKERS: 0, BATCH: 32}
 WORDS = {
     "loader__num_workers": (0, 1, 2, 4, 8),
@@ -73,3 +74,49 @@ def test_whether_the_structure_holds_is_told_by_what_was_measured_together():
                 ceilings.halves.device[row.config] = speed_of(row)
         assert structure_holds(known.scene, ceilings) is holds
     assert 0 < HOLDS < 0.1
+
+
+# --- screening: knobs that pay only beside each other ---------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Paired(Law):
+    """bf16 costs a little beside eight threads, and gains much beside four, which gain anyway."""
+
+    def device(self, config, batch):
+        few, half = config.get(THREADS) == 4, config.get(PRECISION) == "bf16"
+        return super().device(config, batch) * {(1, 0): 1.1, (0, 1): 0.95, (1, 1): 1.6}.get(
+            (few, half), 1.0
+        )
+
+
+def test_what_lost_little_is_tried_again_after_another_knob_was_turned():
+    request = asking(train__precision=("default", "bf16"), host__threads=(4, 8))
+    law = Paired(load_s=1e-7, launch_s=4e-3, sample_s=2e-4)
+    known = Job(law=law, request=request, current={**YOURS, THREADS: 8}).run()
+    assert known.answer.config[THREADS] == 4
+    assert known.answer.config[PRECISION] == "bf16"
+    tried = [a.config for a in known.asked(Stage.DEVICE) if a.config[PRECISION] == "bf16"]
+    assert [config[THREADS] for config in tried] == [8, 4]
+
+
+@dataclass(kw_only=True)
+class Lighter(Law):
+    """bf16 makes samples cheap, so that a step's launch is worth more of them."""
+
+    def device(self, config, batch):
+        each_s = self.sample_s / (20 if config.get(PRECISION) == "bf16" else 1)
+        return batch / (self.launch_s + each_s * batch)
+
+
+def test_micro_batches_are_climbed_again_after_the_precision():
+    request = asking(
+        train__batch_size=(32, 64, 128, 256, 512, 1024), train__precision=("default", "bf16")
+    )
+    law = Lighter(load_s=1e-8, launch_s=1e-3, sample_s=1e-3)
+    known = Job(law=law, request=request, current=YOURS).run()
+    assert known.answer.config[PRECISION] == "bf16"
+    assert known.answer.config[BATCH] >= 512
+    assert known.found() > 0.97
+    own = [a.config[BATCH] for a in known.asked(Stage.DEVICE) if a.config[PRECISION] != "bf16"]
+    assert max(own) < 512  # with the user's precision they do not pay
