@@ -14,7 +14,7 @@ from autotune.types import Config, Estimate, Trial, whole
 SLACK = 0.03
 """What a bound is widened by before anything is dropped because of it."""
 WORTH = 1.02
-"""A step of a ladder that gains less ends the ladder."""
+"""A step of a ladder that gains less ends it; a neighbour that does is tied, and no move."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 On a CPU, loader and step take each other's cores; knobs may help only together. Then what a config
 makes is not what its halves promise, and the ladders may have missed it: from the best one on, one
-knob after the other is turned, whatever the ceilings say.
+knob after the other is turned, where no ceiling rules that out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from statistics import fmean, pstdev
 
 from autotune.ceilings import Ceilings
+from autotune.halves import WORTH
 from autotune.scene import Ask, Climb, Plan, Scene, gain, speed_of
 from autotune.space import ACCUMULATION, BATCH, PERSISTENT, WORKERS
 from autotune.types import Config, Stage, Trial, Value, whole
 
 HOLDS = 0.03
 """How far measured rates may scatter about predicted ones, and lie off them, relative."""
-MOVED = 1.02
-"""A neighbour that gains less is tied, and no reason to move there."""
 MOST_LOCAL = 30
 """Probes of this search: it ends by itself where no neighbour gains."""
 
@@ -60,7 +59,7 @@ def _better(scene: Scene, ceilings: Ceilings, best: Trial, left: int) -> Climb:
             return None
         left -= 1
         trial = yield Ask(config=config, stage=Stage.LOCAL, why=why, beat=scene.to_beat())
-        if trial.ok and scene.fits(trial) and gain(scene, trial, best) > MOVED:
+        if trial.ok and scene.fits(trial) and gain(scene, trial, best) > WORTH:
             return trial
     return None
 

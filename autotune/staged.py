@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from autotune.ceilings import Ceilings
-from autotune.halves import SLACK
+from autotune.halves import SLACK, WORTH
 from autotune.local import notches, spend
 from autotune.scene import Ask, Climb, Plan, Scene, data_wait, first_guesses, gain, speed_of
 from autotune.space import (
@@ -21,8 +21,6 @@ from autotune.space import (
 from autotune.types import Config, Label, Stage, Status, Suspect, Trial, whole
 
 MOST_VERIFIED = 6
-IMPROVED = 1.02
-"""A neighbour that gains less is tied, and no reason to move there."""
 MISSED = 0.8
 """Share of its prediction below which loader and step are taken to be in each other's way."""
 WAITS = 0.02
@@ -156,7 +154,7 @@ def _better_neighbour(scene: Scene, ceilings: Ceilings, best: Trial) -> Climb:
             scene.leave_out("more neighbours of the best config: no probes were left for them")
             return None
         trial = yield Ask(config=config, stage=Stage.CLIMB, why=why, beat=scene.to_beat())
-        if trial.ok and scene.fits(trial) and gain(scene, trial, best) > IMPROVED:
+        if trial.ok and scene.fits(trial) and gain(scene, trial, best) > WORTH:
             return trial
     return None
 
