@@ -39,6 +39,8 @@ from autotune.types import (
 )
 
 STOCK_FILE = "samples.pkl"
+BUSY = "busy or unavailable"
+"""What CUDA says of a device that another process holds; just after a kill that passes."""
 WINDOW_SHARE = 0.5
 """Share of the time that a probe may take which its timed window may fill."""
 ENERGY_WINDOW_S = LEAST_ENERGY_S + 0.1
@@ -68,9 +70,7 @@ class Prober:
 
     def probe(self, ask: Ask, number: int) -> Trial:
         """Launch the probe, wait for its end, and make a row of what came of it."""
-        folder = self._folder(number, ask.config)
-        shutil.rmtree(folder, ignore_errors=True)
-        outcome = self._refused(ask) or self._watched(self._spec(ask, folder))
+        outcome = self._refused(ask) or self._measured(ask, number)
         return Trial(
             number=number,
             config=ask.config,
@@ -84,6 +84,17 @@ class Prober:
             why=ask.why,
             round=ask.round,
         )
+
+    def _measured(self, ask: Ask, number: int) -> Outcome:
+        """Run the probe; once more if the device was still held by one that was just ended."""
+        folder = self._folder(number, ask.config)
+        shutil.rmtree(folder, ignore_errors=True)
+        outcome = self._watched(self._spec(ask, folder))
+        if outcome.failure is None or BUSY not in outcome.failure.message:
+            return outcome
+        shutil.rmtree(folder, ignore_errors=True)
+        again = self._watched(self._spec(ask, folder))
+        return replace(again, probe_s=outcome.probe_s + again.probe_s)
 
     def _refused(self, ask: Ask) -> Outcome | None:
         """What comes of a probe for which there is no memory: nothing is started.

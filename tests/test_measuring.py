@@ -12,7 +12,7 @@ from autotune.measuring import Prober
 from autotune.metrics import read_limit
 from autotune.scene import Ask
 from autotune.space import BATCH, PREFETCH, WORKERS
-from autotune.types import ModelRef, Sink, Source, Stage, Status
+from autotune.types import Failure, ModelRef, Sink, Source, Stage, Status
 
 GPU = replace(HOPPER, device_memory_bytes=80 * GIB)
 OWN = {WORKERS: 0, BATCH: 32}
@@ -21,11 +21,15 @@ OWN = {WORKERS: 0, BATCH: 32}
 class Launcher:
     """Keeps what it was told to launch."""
 
-    def __init__(self):
+    def __init__(self, failures=()):
         self.specs = []
+        self.failures = list(failures)
 
     def run(self, spec, environment, should_stop):
         self.specs.append(spec)
+        if self.failures:
+            failure = Failure(status=Status.ERROR, message=self.failures.pop(0))
+            return Outcome(failure=failure, probe_s=2.0)
         return Outcome(measurement=measurement(), probe_s=1.0)
 
 
@@ -35,7 +39,7 @@ def probe(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "memory_free", lambda: 16 * GIB)
     monkeypatch.setattr(measuring, "shm_free", lambda: 4 * GIB)
 
-    def probed(changes, *, machine=CPU, facts=FACTS, limits=(), trials=(), **asked):
+    def probed(changes, *, machine=CPU, facts=FACTS, limits=(), trials=(), failures=(), **asked):
         known = space(machine=machine, facts=facts, current=OWN)
         state = SimpleNamespace(
             space=known,
@@ -48,7 +52,7 @@ def probe(tmp_path, monkeypatch):
                 options=SimpleNamespace(seed=0),
             ),
         )
-        launcher = Launcher()
+        launcher = Launcher(failures)
         budget = SimpleNamespace(unit_s=1.0, timeout_s=lambda stage: 9.0)
         prober = Prober(state, launcher, budget, SimpleNamespace(check=lambda: None))
         asked = {"stage": Stage.SEARCH, "why": "a test", **asked}
@@ -68,6 +72,23 @@ def test_a_probe_whose_batches_ahead_find_no_room_is_not_started(probe):
     assert "4 workers x 2 batches of 1 GiB need 8 of 4 GiB" in row.reason
     assert launched == []
     assert probe({WORKERS: 1, PREFETCH: 2}, facts=LARGE)[0].ok
+
+
+BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+
+
+@pytest.mark.parametrize(
+    ("failures", "launches", "status", "spent_s"),
+    [
+        ([BUSY], 2, Status.OK, 3.0),
+        ([BUSY, BUSY], 2, Status.ERROR, 4.0),
+        (["another error"], 1, Status.ERROR, 2.0),
+    ],
+)
+def test_a_device_that_is_still_busy_gets_one_more_try(probe, failures, launches, status, spent_s):
+    row, launched = probe({BATCH: 64}, failures=failures)
+    assert len(launched) == launches
+    assert (row.status, row.probe_s) == (status, spent_s)
 
 
 def test_batches_on_the_device_need_no_workers(probe):
