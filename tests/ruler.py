@@ -10,6 +10,7 @@ reversed each round, so that what slows the machine down hits all of them alike.
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -127,7 +128,12 @@ def measure(reference: str, config: dict, seconds: float) -> float:
     """Samples/s of one config, measured in a fresh process."""
     command = [sys.executable, __file__, reference, json.dumps(config), str(seconds)]
     limit_s = 60 + 10 * LONGEST * seconds
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    # Libraries read this one while they are loaded.
+    policy = config.get("host.omp_wait_policy", "default")
+    environment = {**os.environ, **({} if policy == "default" else {"OMP_WAIT_POLICY": policy})}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment
+    )
     if done.returncode:
         raise RuntimeError(f"the ruler failed on {config}:\n{done.stderr}")
     return float(done.stdout.split()[-1])

@@ -47,7 +47,8 @@ def main() -> None:
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     study.optimize(objective, timeout=seconds)
-    print(json.dumps(study.best_trial.user_attrs["config"]))
+    done = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    print(json.dumps(study.best_trial.user_attrs["config"] if done else {}))
 
 
 if __name__ == "__main__":
