@@ -16,6 +16,7 @@ from typing import Any
 from autotune.errors import ResumeError
 from autotune.evidence import judged
 from autotune.labels import UNSURE
+from autotune.options import read_budget
 from autotune.runfolder import file_hash, read_content
 from autotune.scene import Ask, speed_of
 from autotune.state import RunState, versions
@@ -135,6 +136,8 @@ def _is_same(state: RunState, content: Mapping[str, Any]) -> bool:
         and content["space"]["baseline"] == dict(state.baseline)
         and content["options"]["seed"] == own.seed
         and list(content["options"]["limits"]) == list(own.limits)
+        # A shorter run has measured in shorter windows: its rows are rougher than asked for now.
+        and read_budget(content["options"]["budget"]) >= state.checked.budget_s
     )
 
 

@@ -163,6 +163,7 @@ CHANGES = {
     "another file": lambda content: content["model"].update(sha256="0" * 64),
     "another dataset": lambda content: content["workload"].update(dataset_len=7),
     "another seed": lambda content: content["options"].update(seed=9),
+    "a shorter run": lambda content: content["options"].update(budget="59s"),
     "another limit": lambda content: content["options"].update(limits=["memory_gb<=9"]),
 }
 
