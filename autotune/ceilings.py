@@ -138,7 +138,7 @@ class Ceilings:
         bounds = [math.inf, math.inf]
         if device in self.halves.device:
             bounds[0] = self.halves.device_bound(device)
-        if workers in self.halves.loader:
+        if self._knows_loader(config):
             bounds[1] = self.halves.loader_bound(workers)
         if workers:
             return min(bounds)
@@ -151,8 +151,18 @@ class Ceilings:
         Samples/s.
         """
         device = self._device_half(config)
-        known = device in self.halves.device and whole(config.get(WORKERS)) in self.halves.loader
+        known = device in self.halves.device and self._knows_loader(config)
         return self._expected(device, config) if known else None
+
+    def _knows_loader(self, config: Config) -> bool:
+        """Whether the loader was measured alone with these settings, its start apart."""
+        measured = self.halves.loader.get(whole(config.get(WORKERS)))
+        if measured is None:
+            return False
+        return all(
+            KNOBS[name].family is not Family.LOADER or name == PERSISTENT
+            for name in config.changed_from(measured.config)
+        )
 
     def _device_half(self, config: Config) -> Config:
         """The config whose device-alone probe tells of this one's step."""
