@@ -2,8 +2,11 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from made_up import CPU, FACTS, asking
@@ -16,11 +19,14 @@ from autotune.search import SAMPLERS
 from autotune.space import BATCH, WORKERS
 from autotune.types import Failure, Sink, Source, Stage, Status
 from scripts.comparators import COMPARATORS, chance_of_random, expected_of_random
+from scripts.gpu_lab import Clock, OutOfTimeError
 from scripts.grids import GRIDS, HELD_OUT
 from scripts.recording import (
     BEST_PASSES,
     FORMAT,
     PASSES,
+    Crew,
+    Order,
     Record,
     Visit,
     best_again,
@@ -32,6 +38,8 @@ from scripts.recording import (
     space_of,
 )
 from scripts.replaying import OverError, Recorded, Run, stretch
+
+ROOT = Path(__file__).resolve().parent.parent
 
 VALUES = {
     "loader.num_workers": [0, 1, 2, 4, 8],
@@ -62,8 +70,7 @@ def about(**changes):
 def recorded(law=LAW, *, passes=PASSES, noise=0.003):
     """A record of a job whose laws are known."""
     record = Record(about(), [])
-    request = asking(**{n.replace(".", "__"): tuple(v) for n, v in VALUES.items()})
-    job = Job(law=law, request=request, current={WORKERS: 0, BATCH: 8}, noise=noise)
+    job = made_up_job(law, noise)
     for turn in range(passes):
         for visit in one_pass(record.space, turn, 0):
             record.add(visit, outcome(job, visit))
@@ -71,6 +78,11 @@ def recorded(law=LAW, *, passes=PASSES, noise=0.003):
         for visit in best_again(record, turn):
             record.add(visit, outcome(job, visit))
     return record
+
+
+def made_up_job(law, noise=0.003):
+    request = asking(**{n.replace(".", "__"): tuple(v) for n, v in VALUES.items()})
+    return Job(law=law, request=request, current={WORKERS: 0, BATCH: 8}, noise=noise)
 
 
 def outcome(job, visit):
@@ -165,6 +177,48 @@ def test_the_named_grids_can_be_recorded(name):
 def test_one_real_and_one_sleeping_grid_are_held_out():
     assert len(HELD_OUT & set(GRIDS)) == 2
     assert {GRIDS[name].at_once > 1 for name in HELD_OUT} == {True, False}
+
+
+class MadeUpLab:
+    """Probes a job whose laws are known, until its time is over."""
+
+    def __init__(self, job, most):
+        self.job = job
+        self.left = most
+
+    def probe(self, config, wish, clock):
+        if not self.left:
+            raise OutOfTimeError
+        self.left -= 1
+        kind = next(name for name, known in SHAPES.items() if known == (wish.source, wish.sink))
+        return outcome(self.job, Visit(turn=0, kind=kind, config=config))
+
+
+SHAPES = {
+    "both": (Source.LOADER, Sink.TRAIN),
+    "device": (Source.CACHED, Sink.TRAIN),
+    "loader": (Source.LOADER, Sink.DISCARD),
+}
+
+
+def test_recording_goes_on_where_it_ended(tmp_path):
+    order = Order(
+        grid=GRIDS["balanced"], about={"seed": 0}, path=tmp_path / "grid.parquet",
+        scratch=tmp_path, device="cpu",
+    )  # fmt: skip
+    record = Record(about(), [])
+    job = made_up_job(LAW)
+    visits = one_pass(record.space, 0, 0)
+    with pytest.raises(OutOfTimeError):
+        Crew([MadeUpLab(job, 40), MadeUpLab(job, 7)], Clock(60), record, order).visit(visits)
+    assert 7 <= len(record.probes) < len(visits)  # one lab's end is every lab's
+    record.write(order.path)
+    again = Record.read(order.path)
+    Crew([MadeUpLab(job, 1000)], Clock(60), again, order).visit(visits)
+    assert set(again.done().values()) == {1}
+    assert len(again.probes) == len(visits)
+    assert [probe["number"] for probe in again.probes] == list(range(len(visits)))
+    Crew([MadeUpLab(job, 0)], Clock(60), again, order).visit(visits)  # nothing is left to do
 
 
 # --- replaying ------------------------------------------------------------------------------------
@@ -265,3 +319,21 @@ def test_random_search_is_calculated():
     assert chance_of_random(shares, 7, 0.98) == 1
     assert expected_of_random(shares, 7) == 1.0
     assert expected_of_random(shares, 1) == 0.8
+
+
+def test_the_benchmark_tells_and_writes_what_it_found(record, tmp_path):
+    record.write(tmp_path / "grid.parquet")
+    words = ["--grid", tmp_path / "grid.parquet", "--seeds", "2", "--processes", "1"]
+    words += ["--only", "staged,default,local", "--to", tmp_path / "found"]
+    command = [sys.executable, ROOT / "scripts" / "bench_search", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (grid,) = json.loads(done.stdout)["grids"]
+    assert (grid["configs"], grid["failing"], grid["held_out"]) == (72, 0, False)
+    staged, default = grid["searches"]["staged"], grid["searches"]["default"]
+    assert default["10%"]["mean"] == grid["baseline"] < staged["10%"]["mean"]
+    assert staged["10%"]["repeats"] == 0
+    assert staged["ask_ms"]["median"] > 0
+    assert "made up: 72 configs" in done.stderr
+    names = {path.name for path in (tmp_path / "found").iterdir()}
+    assert names == {"bench_search.json", "grid.html"}
