@@ -7,12 +7,12 @@ from made_up import CPU, EVERYTHING, FACTS, GIB, HOPPER, asking, trial
 from oracle import CLOSING, KEPT_BACK, Job, Law, fits_into
 
 from autotune import guard
-from autotune.fitting import why_unfit
+from autotune.fitting import why_refused, why_unfit
 from autotune.metrics import read_limit
-from autotune.scene import MOST_END_TO_END
+from autotune.scene import MOST_END_TO_END, TOO_LARGE
 from autotune.search import SAMPLERS, path_configs
 from autotune.space import ACCUMULATION, BATCH, PINNING, WORKERS, Goal
-from autotune.types import DEVICE_MEMORY, Failure, Source, Stage, Status, Suspect
+from autotune.types import DEVICE_MEMORY, Failure, Sink, Source, Stage, Status, Suspect
 
 YOURS = {WORKERS: 0, BATCH: 32}
 
@@ -248,6 +248,52 @@ def test_a_held_global_batch_is_tried_where_it_may_fit():
     known = job(law, machine=SMALL_GPU, goal=Goal(size=4096)).run()
     assert set(device_sizes(known)) <= {2**n for n in range(13)}
     assert known.answer.config[BATCH] == 1024
+
+
+SIZES = asking(
+    loader__num_workers=(0, 2), train__batch_size=tuple(32 << n for n in range(9)),
+    train__precision=("default", "bf16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_no_sampler_asks_for_what_the_guard_has_refused(sampler):
+    law = growing(physical_bytes=0.92 * 16 * GIB)
+    known = job(law, machine=SMALL_GPU, request=SIZES, most=200).run(sampler)
+    largest = (0.92 * 16 * GIB - 1.5 * GIB) / (10 * MIB)
+    seen = []
+    for row in known.trials:
+        if row.sink is Sink.TRAIN and row.stage is not Stage.BASELINE:
+            assert why_refused(row.config, seen, known.space, ()) == "", row.config
+        seen.append(row)
+    # Random order may try one that is too large before anything is known of such sizes.
+    failed = [t for t in known.trials if t.status is Status.OUT_OF_MEMORY]
+    assert len(failed) <= (0 if sampler == "staged" else 4)
+    assert known.answer.config[BATCH] <= largest
+    if sampler != "staged":
+        assert any(text.startswith(TOO_LARGE) for text in known.scene.not_explored)
+
+
+def test_a_size_that_ran_out_rules_out_larger_ones_alone():
+    known = job(GROWS, machine=HOPPER)
+    failure = Failure(status=Status.OUT_OF_MEMORY, message="device: no room")
+    base = known.space.config({BATCH: 256})
+    row = trial(base, failure=failure)
+
+    def refused(changes, *rows):
+        config = known.space.config(changes, base)
+        return why_refused(config, rows or (row,), known.space, ())
+
+    assert refused({}) == refused({BATCH: 512}) == "micro-batch 256 ran out of memory"
+    assert refused({BATCH: 512, WORKERS: 4}) == "micro-batch 256 ran out of memory"
+    assert refused({BATCH: 128}) == ""
+    assert refused({"train.precision": "bf16"}) == ""  # another precision takes another amount
+    ran = trial(known.space.config({WORKERS: 4}, base))
+    assert refused({BATCH: 512, WORKERS: 8}, row, ran) == ""  # it was the loader's memory
+    assert refused({BATCH: 512}, row, ran) == "micro-batch 256 ran out of memory"
+    pinning = trial(base, failure=replace(failure, suspect=Suspect.PINNING))
+    assert refused({BATCH: 512}, pinning) == ""
+    assert refused({BATCH: 512}, trial(base, failure=replace(failure, status=Status.ERROR))) == ""
 
 
 def test_memory_that_bends_costs_one_failure_at_most():
