@@ -106,8 +106,8 @@ def path(scene: Scene) -> Plan:
     answer, baseline = scene.answer(), scene.space.baseline
     measured = 0
     for config in path_configs(scene.space, baseline, answer)[1:-1]:
-        row = scene.row_of(config)
-        if measured >= MOST_PATH or (row is not None and row.ok):
+        # A step that failed by itself, or must, is a step that cannot be shown.
+        if measured >= MOST_PATH or scene.row_of(config) is not None or scene.rules_out(config):
             continue
         if not scene.has_room(1) or not scene.affords(Stage.PATH, 1):
             return

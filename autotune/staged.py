@@ -206,7 +206,7 @@ def simplify(scene: Scene, ceilings: Ceilings) -> Plan:
         reverted = scene.space.config(own, best.config)
         if scene.row_of(reverted) is not None or not scene.space.admits(reverted):
             continue
-        if ceilings.cannot_beat(reverted, scene.to_beat()):
+        if ceilings.cannot_beat(reverted, scene.to_beat()) or scene.rules_out(reverted):
             continue
         if not scene.may_measure(Stage.CLIMB):
             return

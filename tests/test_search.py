@@ -461,6 +461,36 @@ def test_the_path_leads_from_the_baseline_to_the_answer_one_family_at_a_time():
     assert len(known.asked(Stage.PATH)) <= 4
 
 
+def test_a_step_of_the_path_that_does_not_fit_is_left_out():
+    """A larger batch that only fits with the precision that comes after it."""
+
+    class Halved(Law):
+        def fits(self, config, batch):
+            return batch <= (64 if config.get("train.precision") == "bf16" else 32)
+
+    speedups = {("train.precision", "bf16"): 1.5}
+    law = Halved(load_s=1e-3, launch_s=2e-2, sample_s=1e-5, speedups=speedups)
+    request = asking(
+        loader__num_workers=(0, 4, 8), train__batch_size=(16, 32, 64),
+        train__precision=("default", "bf16"),
+    )  # fmt: skip
+    known = job(law, request=request)
+    outcome = known.outcome
+
+    def fitting_or_not(ask):
+        if ask.sink is Sink.TRAIN and not law.fits(ask.config, ask.config[BATCH]):
+            return Failure(status=Status.OUT_OF_MEMORY, message="device: no room")
+        return outcome(ask)
+
+    known.outcome = fitting_or_not
+    known.run()
+    failed = [t.config for t in known.trials if t.status is Status.OUT_OF_MEMORY]
+    assert known.answer.config[BATCH] == 64
+    assert failed
+    assert len(failed) == len(set(failed)) <= 2
+    assert not [t for t in known.trials if t.stage in (Stage.PATH, Stage.CLIMB) and t.failure]
+
+
 def test_ceilings_are_asked_of_each_half_alone():
     known = job(LAWS["both halves alike"]).run()
     for ask in known.asks:
