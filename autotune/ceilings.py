@@ -134,7 +134,7 @@ class Ceilings:
 
     def bound(self, config: Config) -> float:
         """What a config cannot exceed, samples/s; infinite where no half of it is known."""
-        device, workers = self._device_half(config), whole(config.get(WORKERS))
+        device, workers = self.scene.space.step_alone(config), whole(config.get(WORKERS))
         bounds = [math.inf, math.inf]
         if device in self.halves.device:
             bounds[0] = self.halves.device_bound(device)
@@ -150,7 +150,7 @@ class Ceilings:
 
         Samples/s.
         """
-        device = self._device_half(config)
+        device = self.scene.space.step_alone(config)
         known = device in self.halves.device and self._knows_loader(config)
         return self._expected(device, config) if known else None
 
@@ -163,11 +163,6 @@ class Ceilings:
             KNOBS[name].family is not Family.LOADER or name == PERSISTENT
             for name in config.changed_from(measured.config)
         )
-
-    def _device_half(self, config: Config) -> Config:
-        """The config whose device-alone probe tells of this one's step."""
-        rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
-        return self.scene.space.config(rest, self.halves.start)
 
     def _expected(self, device: Config, config: Config) -> tuple[float, float]:
         workers = whole(config.get(WORKERS))

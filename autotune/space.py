@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autotune.errors import OptionError
-from autotune.knobs import KNOBS, LARGEST_BATCH, in_order
+from autotune.knobs import KNOBS, LARGEST_BATCH, Family, in_order
 from autotune.request import Request
 from autotune.types import Config, Machine, Value, WorkloadFacts, whole
 
@@ -88,6 +88,11 @@ class Space:
         own = self.micro_batch(config)
         batch, steps = min(self.pairs(), key=lambda pair: abs(pair[0] - own))
         return self.config({**changes, BATCH: batch, ACCUMULATION: steps})
+
+    def step_alone(self, config: Mapping[str, Value]) -> Config:
+        """The start with the config's settings, those of the loader apart: its device half."""
+        rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
+        return self.config(rest, self.start)
 
     def admits(self, config: Config) -> bool:
         """Whether every value of the config may be tried."""

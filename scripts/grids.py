@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from autotune.types import Value
 from scripts.gpu_lab import ROOT
 from scripts.recording import Grid
+
+ASLEEP: dict[str, tuple[Value, ...]] = {
+    "loader.num_workers": (0, 1, 2, 4, 8, 16),
+    "loader.prefetch_factor": (2, 4),
+    "loader.persistent_workers": (False, True),
+    "train.batch_size": (8, 16, 32, 64, 128, 256),
+    "train.precision": ("default", "bf16"),
+}
+"""Of the jobs that sleep: 252 configs."""
 
 GRIDS = {
     "jpeg": Grid(
@@ -28,24 +38,12 @@ GRIDS = {
     ),
     "balanced": Grid(
         model=ROOT / "scripts" / "sleepers" / "balanced.py",
-        values={
-            "loader.num_workers": (0, 1, 2, 4, 8, 16),
-            "loader.prefetch_factor": (2, 4),
-            "loader.persistent_workers": (False, True),
-            "train.batch_size": (8, 16, 32, 64, 128, 256),
-            "train.precision": ("default", "bf16"),
-        },
+        values=ASLEEP,
         at_once=6,
     ),
     "failing": Grid(
         model=ROOT / "scripts" / "sleepers" / "failing.py",
-        values={
-            "loader.num_workers": (0, 1, 2, 4, 8, 16),
-            "loader.prefetch_factor": (2, 4),
-            "loader.persistent_workers": (False, True),
-            "train.batch_size": (8, 16, 32, 64, 128, 256),
-            "train.precision": ("default", "bf16"),
-        },
+        values=ASLEEP,
         at_once=6,
     ),
 }

@@ -223,16 +223,14 @@ def half_of(kind: str, config: Config, space: Space) -> Config:
     """The config whose probe of that kind tells of this one's half, too."""
     if kind == "both":
         return config
-    start = space.start
-    of_loader = {
-        name: value
-        for name, value in config.items()
-        if KNOBS[name].family is Family.LOADER and name != PERSISTENT
-    }
     if kind == "loader":
-        return space.config({**of_loader, BATCH: config[BATCH]}, start)
-    rest = {n: v for n, v in config.items() if KNOBS[n].family is not Family.LOADER}
-    return space.config(rest, start)
+        of_loader = {
+            name: value
+            for name, value in config.items()
+            if KNOBS[name].family is Family.LOADER and name != PERSISTENT
+        }
+        return space.config({**of_loader, BATCH: config[BATCH]}, space.start)
+    return space.step_alone(config)
 
 
 def halves(space: Space) -> Iterator[tuple[str, Config]]:

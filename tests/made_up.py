@@ -94,3 +94,22 @@ def finals(config, rates, **changes):
         trial(config, rate, stage=Stage.FINAL, turn=turn, **changes)
         for turn, rate in enumerate(rates)
     ]
+
+
+class Listener:
+    """Keeps what a run tells its user."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def begins(self, state):
+        pass
+
+    def asks(self, ask, left_s):
+        pass
+
+    def row(self, trial, run):
+        pass

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from conftest import MODEL, write
-from made_up import CPU, FACTS
+from made_up import CPU, FACTS, Listener
 from oracle import Job, Law
 
 from autotune import driver, measuring
@@ -44,23 +44,6 @@ class MadeUpLauncher:
         return {"type": "cpu", "default_threads": 8}
 
 
-class Quiet:
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def begins(self, state):
-        pass
-
-    def asks(self, ask, left_s):
-        pass
-
-    def row(self, trial, run):
-        pass
-
-
 class MadeUpRuns:
     """Whole runs of a job whose laws are known, in folders side by side."""
 
@@ -79,7 +62,7 @@ class MadeUpRuns:
         self.count += 1
         self.asked = []
         self.job = Job(law=self.law, current=YOURS, seed=self.count)
-        listener = Quiet()
+        listener = Listener()
         output = self.folder / f"run{self.count}"
         given = {"model": str(self.model), "output": str(output), "budget": "60s", **options}
         state = driver.tune(new_run(Options(**given)), listener)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import MODEL, write
-from made_up import HOPPER, measurement
+from made_up import HOPPER, Listener, measurement
 
 from autotune import driver, measuring
 from autotune.budget import Budget
@@ -67,23 +67,6 @@ class MadeUpTelemetry(Telemetry):
 
     def close(self):
         self.closed = True
-
-
-class Listener:
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def begins(self, state):
-        pass
-
-    def asks(self, ask, left_s):
-        pass
-
-    def row(self, trial, run):
-        pass
 
 
 def tune(monkeypatch, order, telemetry):
