@@ -15,6 +15,13 @@ ASLEEP: dict[str, tuple[Value, ...]] = {
 }
 """Of the jobs that sleep: 252 configs."""
 
+MANY: dict[str, tuple[Value, ...]] = ASLEEP | {
+    "loader.num_workers": (0, 1, 2, 3, 4, 6, 8, 12, 16, 24),
+    "loader.prefetch_factor": (2, 4, 8),
+    "train.batch_size": (8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
+}
+"""1,100 configs of the same."""
+
 GRIDS = {
     "jpeg": Grid(
         model=ROOT / "examples" / "jpeg.py",
@@ -44,6 +51,11 @@ GRIDS = {
     "failing": Grid(
         model=ROOT / "scripts" / "sleepers" / "failing.py",
         values=ASLEEP,
+        at_once=6,
+    ),
+    "many": Grid(
+        model=ROOT / "scripts" / "sleepers" / "balanced.py",
+        values=MANY,
         at_once=6,
     ),
 }
